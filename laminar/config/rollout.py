@@ -1,0 +1,81 @@
+"""Settings of the rollout tier: `[rollout]` and the tables below it."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from laminar.config.section import Section
+
+
+class SamplingConfig(Section):
+    """`[rollout.sampling]`: how tokens are drawn in training. The trainer mirrors these."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature of training rollouts (evaluation has its own)."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus mass; 1 switches it off."""
+    top_k: int = Field(-1, ge=-1)
+    """Number of candidates; -1 switches it off."""
+    stop_token_ids: list[int] = Field(default_factory=list)
+    """Token ids that end an answer, besides the model's own end ids."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end an answer, matched by the worker."""
+
+
+class EngineConfig(Section):
+    """`[rollout.engine]`: the server that generates, one a worker."""
+
+    kind: str = "torch"
+    """`torch` (CPU, small), `sglang`, or `"package.module:Attr"`."""
+    python: str = ""
+    """Interpreter that starts the engine; empty: the run's own. SGLang lives in an environment of its own."""
+    max_running: int = Field(64, ge=1)
+    """Requests decoded at once."""
+    max_cached_tokens: int = Field(65536, ge=1)
+    """Capacity of the key-value cache in tokens."""
+    num_threads: int = Field(1, ge=1)
+    """CPU threads of the engine process."""
+    num_gpus: float = Field(0, ge=0)
+    """GPUs that Ray sets aside for the engine; a share below 1 lets the trainer use the same GPU."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs over which one replica is split."""
+    swap: Literal["retract", "in_place"] = "retract"
+    """What `in_flight` updates do to running requests: recompute their cache under the new weights, or keep it."""
+    start_seconds: float = Field(300, gt=0)
+    """Deadline for the engine to become healthy."""
+    request_seconds: float = Field(600, gt=0)
+    """Deadline for one answer."""
+    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further command-line flags of the engine, by name without dashes."""
+
+
+class RolloutConfig(Section):
+    """`[rollout]`: workers, groups and lengths."""
+
+    num_workers: int = Field(1, ge=1)
+    """Engine replicas, one worker each."""
+    group_size: int = Field(8, ge=1)
+    """Sibling attempts at one prompt."""
+    max_new_tokens: int = Field(512, ge=1)
+    """Longest answer in tokens."""
+    weight_update: Literal["trajectory", "in_flight"] | None = None
+    """When a replica takes new weights: with no open trajectory, or at once. Default: `in_flight` with fewer than four replicas, else `trajectory`."""
+    max_hold_seconds: float = Field(300, gt=0)
+    """Longest time that open trajectories may hold back a swap before it happens in flight."""
+    max_in_flight_groups: int = Field(64, ge=1)
+    """Groups that one worker plays at once."""
+    max_attempts: int = Field(3, ge=1)
+    """Attempts at one trajectory, or at one group's lease, before it is given up."""
+    min_group_size: int = Field(2, ge=1)
+    """Fewest members without failure for a group to be trained; below it the group is given up."""
+    max_failure_ratio: float = Field(0.9, gt=0, le=1)
+    """Share of failed trajectories among the last 64 that stops the run with the first error's text."""
+    lease_seconds: float = Field(30, gt=0)
+    """A worker that is silent for so long loses its groups to others."""
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+
+    @property
+    def effective_weight_update(self) -> Literal["trajectory", "in_flight"]:
+        """`weight_update`, with its default filled in (DESIGN: fewer than four replicas swap in flight)."""
+        return self.weight_update or ("in_flight" if self.num_workers < 4 else "trajectory")

@@ -1,0 +1,154 @@
+"""Settings of everything around rollout and training: run, model, data, buffer, staleness, relay, checkpoints, evaluation."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from laminar.config.section import Plugin, Section
+
+
+class RunConfig(Section):
+    """`[run]`: name, place, length."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
+    """Prefix of the run folder's name."""
+    directory: str = "runs"
+    """Folder that holds run folders."""
+    seed: int = Field(0, ge=0)
+    """Seed of sampling noise and of the trainer."""
+    max_steps: int = Field(100, ge=1)
+    """Steps to train."""
+    max_restarts: int = Field(10, ge=0)
+    """Restarts of any one role before the run gives up."""
+    no_progress_seconds: float = Field(1800, gt=0)
+    """The run stops with a diagnosis when no step ends for so long."""
+
+
+class ModelConfig(Section):
+    """`[model]`: the policy."""
+
+    path: str
+    """Folder of a Hugging Face causal model; a relative path counts from the config file, then from the working folder."""
+    tokenizer: str = ""
+    """Folder of the tokenizer; empty: the model's."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number type of training; `auto` is the checkpoint's."""
+
+
+class DataConfig(Section):
+    """`[data]`: the prompts."""
+
+    path: str
+    """A `.jsonl` or `.parquet` file, or the name or folder of a Hugging Face dataset."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    prompt_column: str = "prompt"
+    """Column that holds raw text, or a list of chat messages."""
+    seed: int = Field(0, ge=0)
+    """Seed of the prompt order, apart from the sampling seed."""
+    shuffle: bool = True
+    """Shuffle each epoch."""
+    max_epochs: int | None = Field(None, ge=1)
+    """Passes over the data before the run ends; unset: until `run.max_steps`."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """A longer prompt is refused at start."""
+
+
+class EnvironmentConfig(Plugin):
+    """`[environment]`: what an episode plays against."""
+
+    kind: str = "single_turn"
+    """`single_turn`, or `"package.module:Attr"`."""
+    wall_seconds: float = Field(600, gt=0)
+    """Budget of one episode, environment and reward included."""
+
+
+class RewardConfig(Plugin):
+    """`[[rewards]]`: one named term of the reward."""
+
+    weight: float = 1.0
+    """Factor of this term in the sum."""
+    name: str = ""
+    """Name in metrics; empty: the kind."""
+    timeout_seconds: float = Field(30, gt=0)
+    """A reward that takes longer is a verifier failure, not a zero."""
+
+
+class ExperienceConfig(Section):
+    """`[experience]`: the buffer."""
+
+    redis_url: str = "embedded"
+    """`embedded` starts the bundled server with its data in the run folder; else any `redis://`, `rediss://` or `unix://` URL."""
+    sampler: str = "fifo"
+    """Order within the freedom the staleness rule leaves: `fifo`, `oldest_first`, `freshest_first`, or `"package.module:function"`."""
+    max_bytes: int = Field(4 * 1024**3, ge=1)
+    """Payload bytes that admitted groups may hold, reserved at claim."""
+
+
+class StalenessConfig(Section):
+    """`[staleness]`: how old a trajectory may be when it is trained."""
+
+    max_staleness: int | Literal["unbounded"] = Field(1)
+    """Inclusive bound in weight versions; 0 is on-policy; `unbounded` leaves only the buffer's capacity."""
+    policy: Literal["wait", "drop"] = "wait"
+    """What happens to groups in flight that the bound calls due: the trainer waits for them, or they are dropped and their prompts issued again."""
+    max_wait_seconds: float = Field(600, gt=0)
+    """Longest wait for due groups before the fewest, oldest ones are evicted."""
+
+    @property
+    def bound(self) -> int | None:
+        """`max_staleness` as a number; None if unbounded."""
+        return None if self.max_staleness == "unbounded" else self.max_staleness
+
+
+class RelayConfig(Section):
+    """`[relay]`: how weights travel."""
+
+    transport: str = "auto"
+    """How versions reach other machines; `auto` picks by what the machines have."""
+    keep_versions: int = Field(1, ge=1)
+    """Complete versions kept on each machine besides the one being written."""
+    root: str = "/dev/shm"
+    """Folder for the weight slots; it must be memory-backed to be fast."""
+
+
+class CheckpointConfig(Section):
+    """`[checkpoint]`: what is saved, and when."""
+
+    every_steps: int = Field(50, ge=1)
+    """Steps between checkpoints; one is also saved at the end and at Ctrl-C."""
+    keep: int = Field(2, ge=1)
+    """Complete checkpoints kept."""
+
+
+class EvalConfig(Section):
+    """`[eval]`: greedy accuracy on held-out prompts."""
+
+    path: str = ""
+    """Held-out prompts, in the form of `data.path`; empty: no evaluation."""
+    num_prompts: int = Field(100, ge=1)
+    """Prompts used, from the first."""
+    at_start: bool = True
+    """Evaluate version 0."""
+    at_end: bool = True
+    """Evaluate the last version."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of evaluation; 0 is greedy."""
+    timeout_seconds: float = Field(600, gt=0)
+    """Deadline of one evaluation."""
+
+
+class MetricsConfig(Section):
+    """`[metrics]`: what is shown."""
+
+    panel: Literal["auto", "on", "off"] = "auto"
+    """Live panel in the terminal; `auto` shows it when the output is a terminal."""
+
+
+class ClusterConfig(Section):
+    """`[cluster]`: where processes run."""
+
+    ray_address: str = "local"
+    """`local` starts Ray on this machine; else the address of a running Ray cluster."""
+    placement_seconds: float = Field(120, gt=0)
+    """Deadline for Ray to place a process."""

@@ -1,0 +1,57 @@
+"""Settings of the trainer: `[trainer]` and the tables below it. Batch sizes are in prompts."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from laminar.config.section import Plugin, Section
+
+
+class DeepSpeedConfig(Section):
+    """`[trainer.deepspeed]`: how parameters, gradients and optimizer state are split over ranks."""
+
+    zero_stage: Literal[0, 1, 2] = 0
+    """0 replicates everything, 1 splits the optimizer state, 2 the gradients as well."""
+
+
+class TrainerConfig(Section):
+    """`[trainer]`: the step."""
+
+    num_ranks: int = Field(1, ge=1)
+    """Trainer processes, one a device."""
+    num_threads: int = Field(1, ge=1)
+    """CPU threads of each rank."""
+    num_gpus_per_rank: float = Field(0, ge=0)
+    """GPUs that Ray sets aside for each rank."""
+    prompts_per_step: int = Field(8, ge=1)
+    """Groups trained in one step."""
+    mini_batches: int = Field(1, ge=1)
+    """Optimizer updates in one step; each sees an equal share of the groups (the first ones take the remainder)."""
+    max_tokens_per_micro_batch: int = Field(8192, ge=1)
+    """Most tokens, padding included, in one forward and backward pass."""
+    share_prompts: bool = True
+    """Compute a group's common prompt once in a forward pass; the gradient is the same."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Share of the peak at which a decaying schedule ends."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the gradient's first moment."""
+    adam_beta2: float = Field(0.99, ge=0, lt=1)
+    """Decay of the gradient's second moment."""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    start_seconds: float = Field(300, gt=0)
+    """Deadline for all ranks to meet and load the model."""
+    algorithm: Plugin = Plugin(kind="grpo")
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()

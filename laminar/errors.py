@@ -1,0 +1,66 @@
+"""The exception tree. Every message states the value that is wrong and the remedy, in one sentence.
+
+    LaminarError
+    ├── ConfigError            a setting, a file or a data row that the user can mend (exit code 2)
+    ├── EnvironmentSetupError  the machine lacks something: memory, a port, Redis, a program (exit code 3)
+    ├── RunFailedError         a started run gave up, with the reason (exit code 4)
+    ├── InvariantError         a rule of the design was broken: a bug of ours, never caught
+    ├── DeadlineError          a named wait ran out of time
+    ├── ExperienceError        the data module refused a request
+    ├── EngineError            an engine answered wrongly, or not at all
+    └── RelayError             a weight version could not be published, verified or leased
+"""
+
+
+class LaminarError(Exception):
+    """Base of all errors raised on purpose; the command line prints it as one sentence."""
+
+    exit_code = 1
+
+
+class ConfigError(LaminarError):
+    """A setting, file or data row that the user can mend."""
+
+    exit_code = 2
+
+
+class EnvironmentSetupError(LaminarError):
+    """The machine lacks something that the run needs."""
+
+    exit_code = 3
+
+
+class RunFailedError(LaminarError):
+    """A started run gave up."""
+
+    exit_code = 4
+
+
+class InvariantError(LaminarError):
+    """A rule of the design was broken."""
+
+
+class DeadlineError(LaminarError):
+    """A named wait ran out of time.
+
+    Args:
+        waited_for: what was waited for, by name.
+        seconds: how long.
+    """
+
+    def __init__(self, waited_for: str, seconds: float) -> None:
+        super().__init__(f"waited {seconds:.1f} s for {waited_for}, in vain")
+        self.waited_for = waited_for
+        self.seconds = seconds
+
+
+class ExperienceError(LaminarError):
+    """The data module refused a request."""
+
+
+class EngineError(LaminarError):
+    """An engine answered wrongly, or not at all."""
+
+
+class RelayError(LaminarError):
+    """A weight version could not be published, verified or leased."""
