@@ -53,6 +53,9 @@ class DeadlineError(LaminarError):
         self.waited_for = waited_for
         self.seconds = seconds
 
+    def __reduce__(self) -> tuple[type["DeadlineError"], tuple[str, float]]:
+        return type(self), (self.waited_for, self.seconds)  # it crosses process boundaries
+
 
 class ExperienceError(LaminarError):
     """The data module refused a request."""

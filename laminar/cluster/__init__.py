@@ -1,0 +1,1 @@
+"""Ray: role specs, placement, the supervisor and what ends leftovers."""

@@ -1,0 +1,1 @@
+"""Metrics: declared once, carried by a bounded stream, written by the observer."""

@@ -1,0 +1,133 @@
+"""Ray: starts it or joins it, places role processes by a deadline, and carries their calls.
+
+Ray carries no trajectories and no weights. Its own restarts stay off; the supervisor restarts.
+"""
+
+import asyncio
+import importlib
+import logging
+import os
+import tempfile
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, RoleSpec
+from laminar.config.root import LaminarConfig
+from laminar.errors import DeadlineError, EnvironmentSetupError
+
+OBJECT_STORE_BYTES = 80 * 1024**2
+"""Ray's smallest object store: no data of ours passes through it."""
+
+
+class RayCluster:
+    """A started or joined Ray cluster."""
+
+    def __init__(self, address: str, num_cpus: int, run_id: str) -> None:
+        local = address == "local"
+        self.scratch = Path(tempfile.mkdtemp(prefix="laminar-ray-")) if local else None
+        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+        options: dict[str, Any] = {"namespace": run_id, "log_to_driver": False, "logging_level": logging.ERROR}
+        if local:
+            options |= {
+                "num_cpus": max(num_cpus, os.cpu_count() or 1),
+                "include_dashboard": False,
+                "_temp_dir": str(self.scratch),
+                "_node_ip_address": "127.0.0.1",
+                "object_store_memory": OBJECT_STORE_BYTES,
+            }
+        try:
+            ray.init(address=address, **options)
+        except (ConnectionError, ray.exceptions.RaySystemError) as error:
+            raise EnvironmentSetupError(
+                f"cluster.ray_address {address!r} does not answer ({error}); start Ray there, or use 'local'"
+            ) from error
+
+    def stop(self) -> None:
+        """Leave the cluster; a local one ends."""
+        ray.shutdown()
+
+
+class RoleProcess:
+    """One placed role."""
+
+    def __init__(self, spec: RoleSpec, context: RoleContext, config: LaminarConfig) -> None:
+        self.spec = spec
+        threads = str(spec.num_threads)
+        environment = {
+            RUN_ID_VARIABLE: context.run_id,
+            "PYTHONSAFEPATH": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
+            **spec.environment,
+        }
+        actor = ray.remote(_RoleActor).options(
+            name=f"{spec.name}-{os.urandom(3).hex()}",
+            num_cpus=spec.num_cpus,
+            num_gpus=spec.num_gpus,
+            max_restarts=0,
+            max_concurrency=64,
+            runtime_env={"env_vars": environment},
+        )
+        self._actor = actor.remote(spec, context, config)
+
+    async def start(self, placement_seconds: float, start_seconds: float) -> None:
+        """Wait until the process is placed, then until its role is ready.
+
+        Raises:
+            EnvironmentSetupError: if Ray finds no room for it in time.
+            DeadlineError: if the role is not ready in time.
+        """
+        try:
+            async with asyncio.timeout(placement_seconds):
+                self.pid = await self._actor.process_id.remote()
+        except TimeoutError:
+            raise EnvironmentSetupError(
+                f"Ray found no room for {self.spec.name} ({self.spec.num_cpus:g} CPUs, {self.spec.num_gpus:g} GPUs) in "
+                f"{placement_seconds:g} s; lower the number of workers or ranks, or add machines"
+            ) from None
+        try:
+            async with asyncio.timeout(start_seconds):
+                await self.call("start")
+        except TimeoutError:
+            raise DeadlineError(f"{self.spec.name} to start", start_seconds) from None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a coroutine method of the role."""
+        return await self._actor.call.remote(method, *arguments)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ray.kill(self._actor)
+
+
+class _RoleActor:
+    """Runs inside the placed process: opens the log, imports the role, forwards calls."""
+
+    def __init__(self, spec: RoleSpec, context: RoleContext, config: LaminarConfig) -> None:
+        logging.basicConfig(
+            filename=context.run_folder / "logs" / f"{spec.name}.log",
+            level=logging.INFO,
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            force=True,
+        )
+        module, _, name = spec.target.partition(":")
+        node_id = ray.get_runtime_context().get_node_id()[:12]
+        role = getattr(importlib.import_module(module), name)
+        self._role = role(replace(context, role=spec.name, node_id=node_id), config, **spec.arguments)
+        self._logger = logging.getLogger(f"laminar.{spec.name}")
+
+    async def process_id(self) -> int:
+        return os.getpid()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        coroutine: Coroutine[Any, Any, Any] = getattr(self._role, method)(*arguments)
+        try:
+            return await coroutine
+        except (Exception, asyncio.CancelledError):
+            self._logger.exception("%s failed", method)
+            raise

@@ -1,0 +1,96 @@
+"""What a role is: a name, the class that plays it (by import string), what it needs from Ray, and its surroundings.
+
+The supervisor names roles, it does not import them. A role class takes `(context, config, **arguments)` and has three
+coroutine methods: `start` (ready when it returns), `run` (returns when its work is done) and `stop` (asks `run` to return).
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from laminar.config.root import LaminarConfig
+
+RUN_ID_VARIABLE = "LAMINAR_RUN_ID"
+"""Marks every process of a run in its environment; leftovers are found by it, never by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleContext:
+    """The surroundings of one role process.
+
+    Attributes:
+        role: its name, such as `rollout-1`.
+        token: secret shared by all processes of the run; every handshake carries it.
+        run_folder: the run's folder.
+        node_id: the machine, as Ray names it (shortened).
+    """
+
+    role: str
+    run_id: str
+    token: str
+    redis_url: str
+    run_folder: Path
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """How to start one role.
+
+    Attributes:
+        target: import string, `"package.module:Class"`.
+        arguments: keyword arguments of the class, besides context and config.
+        num_cpus: CPUs that Ray sets aside; control roles take 0.
+        num_threads: threads its numeric libraries may use.
+        environment: further environment variables.
+    """
+
+    name: str
+    target: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    num_cpus: float = 0
+    num_gpus: float = 0
+    num_threads: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def relay_spec() -> RoleSpec:
+    """The relay of this machine."""
+    return RoleSpec("relay-0", "relay.server:RelayRole")
+
+
+def trainer_specs(config: LaminarConfig, generation: int) -> list[RoleSpec]:
+    """All trainer ranks; `generation` counts their common restarts and names their rendezvous."""
+    trainer = config.trainer
+    return [
+        RoleSpec(
+            f"trainer-{rank}",
+            "trainer.worker:TrainerRank",
+            {"rank": rank, "generation": generation},
+            num_cpus=trainer.num_threads,
+            num_gpus=trainer.num_gpus_per_rank,
+            num_threads=trainer.num_threads,
+            environment={} if trainer.num_gpus_per_rank else {"DS_ACCELERATOR": "cpu"},
+        )
+        for rank in range(trainer.num_ranks)
+    ]
+
+
+def rollout_spec(config: LaminarConfig, index: int) -> RoleSpec:
+    """One rollout worker and, below it, its engine process."""
+    engine = config.rollout.engine
+    return RoleSpec(
+        f"rollout-{index}",
+        "rollout.worker:RolloutWorker",
+        num_cpus=engine.num_threads,
+        num_gpus=engine.num_gpus,
+        num_threads=1,
+    )
+
+
+def cpus_needed(config: LaminarConfig) -> int:
+    """CPUs that Ray must offer for all roles to be placed."""
+    return (
+        config.trainer.num_ranks * config.trainer.num_threads
+        + config.rollout.num_workers * config.rollout.engine.num_threads
+    )

@@ -1,0 +1,101 @@
+"""A run's folder: the one place for its config, metrics, checkpoints, logs and state.
+
+    config.toml  metrics.jsonl  checkpoints/  logs/ROLE.log  redis/  state.json
+
+`state.json` says what `laminar status` needs: run id, process id, status, how to reach Redis. It is readable by its owner
+only, since the embedded server's address may hold a password.
+"""
+
+import json
+import os
+import secrets
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from laminar.errors import ConfigError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What is known of a run from outside.
+
+    Attributes:
+        status: `starting`, `running`, `stopping`, `finished`, `stopped` or `failed`.
+        reason: why it stopped or failed, in a sentence.
+        lives: how many times it was started or resumed.
+    """
+
+    run_id: str
+    token: str
+    pid: int
+    status: str
+    reason: str = ""
+    redis_url: str = ""
+    started_at: float = 0.0
+    lives: int = 1
+    format_version: int = FORMAT_VERSION
+
+
+class RunFolder:
+    """Paths and state of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.redis = path / "redis"
+        self._state = path / "state.json"
+
+    @classmethod
+    def create(cls, directory: Path, name: str) -> "RunFolder":
+        """Make a new folder `NAME-DATE-TIME-XXXX`."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = cls(directory / f"{name}-{stamp}-{secrets.token_hex(2)}")
+        try:
+            for path in (folder.path, folder.checkpoints, folder.logs, folder.redis):
+                path.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.directory {str(directory)!r} cannot be written: {error.strerror}; choose another"
+            ) from error
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """Open an existing run's folder.
+
+        Raises:
+            ConfigError: if it is not one.
+        """
+        folder = cls(path)
+        if not folder.config.is_file() or not folder._state.is_file():
+            raise ConfigError(
+                f"{path} is not a run folder (config.toml and state.json are missing); give the path that `run` printed"
+            )
+        return folder
+
+    def read_state(self) -> RunState:
+        """The state last written."""
+        return RunState(**json.loads(self._state.read_text()))
+
+    def write_state(self, state: RunState) -> RunState:
+        """Replace the state in one rename."""
+        temporary = self._state.with_suffix(".tmp")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(asdict(state), file)
+        os.replace(temporary, self._state)
+        return state
+
+    def update_state(self, **changes: object) -> RunState:
+        """Change some fields."""
+        return self.write_state(replace(self.read_state(), **changes))  # type: ignore[arg-type]
+
+
+def new_run_id(folder: RunFolder) -> str:
+    """Folder name: unique on this machine by its time and random end."""
+    return folder.path.name

@@ -1,0 +1,45 @@
+"""`metrics.jsonl`: one line per step or evaluation, one point per step also across resumes.
+
+Invariant: the step axis is strictly increasing. A resume at step s first removes lines of later steps: what a dead life
+logged above its checkpoint is not part of the committed history.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FORMAT_VERSION = 1
+
+
+class MetricsFile:
+    """Appends lines; survives a kill in the middle of one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def rewind(self, step: int) -> None:
+        """Drop lines whose step is above `step`, and a torn last line."""
+        if not self._path.exists():
+            return
+        kept = [json.dumps(line) for line in read_lines(self._path) if line.get("step", 0) <= step]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        os.replace(temporary, self._path)
+
+    def append(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Add one line."""
+        line = json.dumps({"format_version": FORMAT_VERSION, "kind": kind, "step": step, **values})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file; a torn last line is left out."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines

@@ -1,0 +1,106 @@
+"""Every metric, declared once: name, unit, meaning.
+
+Names have the form `area/what_unit`. A name that ends in `*` stands for a family (`reward/term_*`). What is not declared
+here cannot be emitted. This module knows nothing of where metrics go.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from laminar.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One declared metric."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("train/step", "steps", "the step these values belong to"),
+    Metric("train/loss", "", "policy loss of the step, one mean over all its mini-batches' trained tokens"),
+    Metric("train/policy_loss", "", "the policy-gradient part of the loss"),
+    Metric("train/entropy", "nats", "mean entropy of the tempered distribution at trained tokens"),
+    Metric("train/ratio_mean", "", "mean of trained over rollout probability"),
+    Metric("train/clip_low_ratio", "share", "trained tokens whose ratio is clipped from below"),
+    Metric("train/clip_high_ratio", "share", "trained tokens whose ratio is clipped from above"),
+    Metric("train/grad_norm", "", "gradient norm before clipping"),
+    Metric("train/learning_rate", "", "learning rate of the step"),
+    Metric("train/tokens", "tokens", "sampled tokens trained in the step; padding and prompts do not count"),
+    Metric("train/skipped_steps", "steps", "steps skipped for safety; their number is published, weights unchanged"),
+    Metric("train/micro_batches", "", "micro-batches of the step on each rank"),
+    Metric("reward/mean", "", "mean reward of the trained trajectories"),
+    Metric("reward/std", "", "population standard deviation of the same"),
+    Metric("reward/min", "", "smallest reward in the step"),
+    Metric("reward/max", "", "largest reward in the step"),
+    Metric("reward/zero_std_ratio", "share", "groups of the step whose rewards are all equal"),
+    Metric(
+        "reward/finished_mean",
+        "",
+        "mean reward of all groups that were ready since the last step, filtered ones included",
+    ),
+    Metric("reward/term_*", "", "mean of one named reward term"),
+    Metric("rollout/response_tokens_*", "tokens", "sampled tokens per trained trajectory"),
+    Metric("rollout/truncated_ratio", "share", "trained trajectories ended by a length limit"),
+    Metric("rollout/mixed_version_ratio", "share", "trained trajectories sampled by more than one version"),
+    Metric("rollout/failures_*", "trajectories", "failed trajectories so far, by kind"),
+    Metric("staleness/versions_*", "versions", "staleness of the trained trajectories"),
+    Metric("staleness/in_flight_versions", "versions", "mean age gained while being sampled"),
+    Metric("staleness/in_queue_versions", "versions", "mean age gained while waiting in the buffer"),
+    Metric("staleness/histogram_*", "trajectories", "trained trajectories of the step with this staleness"),
+    Metric("staleness/dropped_groups", "groups", "groups evicted as too stale so far"),
+    Metric("mismatch/*", "", "difference between rollout log-probs and the trainer's own at the start of the batch"),
+    Metric("throughput/trained_tokens_per_second", "tokens/s", "sampled tokens trained, over the step's whole span"),
+    Metric("throughput/generated_tokens_per_second", "tokens/s", "tokens sampled by all engines, over the same span"),
+    Metric("throughput/trajectories_per_second", "1/s", "trajectories trained, over the step's whole span"),
+    Metric("time/step_seconds", "s", "from the end of the last step to the end of this one"),
+    Metric("time/sample_wait_seconds", "s", "the trainer's wait for a legal batch"),
+    Metric("time/forward_backward_seconds", "s", "forward and backward passes"),
+    Metric("time/optimizer_seconds", "s", "optimizer updates"),
+    Metric("time/publish_stall_seconds", "s", "training stood still for the copy of the weights"),
+    Metric("time/checkpoint_seconds", "s", "saving a checkpoint"),
+    Metric("experience/ready_groups", "groups", "complete groups that wait"),
+    Metric("experience/open_groups", "groups", "groups being played"),
+    Metric("experience/bytes", "bytes", "payload bytes held or reserved"),
+    Metric("experience/admitted", "trajectories", "admitted so far"),
+    Metric("experience/trained", "trajectories", "trained so far"),
+    Metric("experience/evicted", "trajectories", "evicted so far"),
+    Metric("experience/filtered", "trajectories", "filtered so far"),
+    Metric("experience/failed", "trajectories", "failed so far"),
+    Metric("weights/trainer_version", "", "number of the newest published version"),
+    Metric("weights/publish_bytes", "bytes", "bytes of one version"),
+    Metric("weights/skipped_publishes", "", "versions not offered because every slot was leased"),
+    Metric("weights/swap_seconds", "s", "one swap in an engine, pause to continue"),
+    Metric("engine/running", "requests", "requests being decoded"),
+    Metric("engine/waiting", "requests", "requests in the engine's queue"),
+    Metric("engine/kv_use_ratio", "share", "key-value cache in use"),
+    Metric("engine/generated_tokens", "tokens", "tokens sampled so far by this worker's engines"),
+    Metric("worker/open_trajectories", "trajectories", "episodes this worker plays now"),
+    Metric("worker/finished_trajectories", "trajectories", "episodes this worker ended so far"),
+    Metric("worker/version_number", "", "number of the version this worker's engine holds; -1: unknown"),
+    Metric("worker/engine_restarts", "", "engines this worker restarted"),
+    Metric("eval/accuracy", "share", "mean evaluation reward on held-out prompts"),
+    Metric("eval/num_prompts", "prompts", "held-out prompts that were answered"),
+    Metric("eval/failed", "prompts", "held-out prompts whose episode failed"),
+    Metric("eval/version_number", "", "the one version that was evaluated"),
+    Metric("faults/restarts_*", "", "restarts of a role so far"),
+    Metric("system/host_memory_bytes", "bytes", "resident memory of all processes of the run, shared pages counted once"),
+)
+
+_EXACT = {metric.name for metric in METRICS if "*" not in metric.name}
+_FAMILIES = tuple(metric.name for metric in METRICS if "*" in metric.name)
+
+
+def check_declared(names: Iterable[str]) -> None:
+    """Refuse names that are not declared.
+
+    Raises:
+        InvariantError: naming the first one.
+    """
+    for name in names:
+        if name not in _EXACT and not any(fnmatchcase(name, family) for family in _FAMILIES):
+            raise InvariantError(f"metric {name!r} is not declared in laminar/telemetry/registry.py")

@@ -1,0 +1,83 @@
+"""Telemetry events: a bounded Redis stream between the roles and the observer.
+
+Losing telemetry never slows or stops anybody: the stream is trimmed, and a writer that meets an error drops the event and
+counts it.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import redis.asyncio
+import redis.exceptions
+
+from laminar.telemetry.registry import check_declared
+
+MAX_EVENTS = 20_000
+"""About how many events the stream keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event.
+
+    Attributes:
+        role: who says so (`trainer-0`, `rollout-1`, `supervisor`).
+        kind: `step`, `worker`, `evaluation` or `notice`.
+        time: Unix seconds.
+        metrics: declared names to values.
+        fields: anything else (texts, histograms), JSON-like.
+    """
+
+    role: str
+    kind: str
+    time: float
+    metrics: dict[str, float]
+    fields: dict[str, Any]
+
+
+def stream_key(run_id: str) -> str:
+    """The stream's key."""
+    return f"laminar:{run_id}:telemetry"
+
+
+class TelemetryWriter:
+    """Writes one role's events."""
+
+    def __init__(self, client: "redis.asyncio.Redis", run_id: str, role: str) -> None:
+        self._client, self._key, self._role = client, stream_key(run_id), role
+        self.dropped = 0
+
+    async def emit(
+        self, kind: str, metrics: Mapping[str, float] | None = None, *, fields: Mapping[str, Any] | None = None
+    ) -> None:
+        """Append one event; on a Redis error it is dropped and counted."""
+        metrics = dict(metrics or {})
+        check_declared(metrics)
+        event = Event(self._role, kind, time.time(), metrics, dict(fields or {}))
+        try:
+            await self._client.xadd(self._key, {b"e": msgspec.msgpack.encode(event)}, maxlen=MAX_EVENTS, approximate=True)
+        except redis.exceptions.RedisError:
+            self.dropped += 1
+
+
+class TelemetryReader:
+    """Reads every role's events in order."""
+
+    def __init__(self, client: "redis.asyncio.Redis", run_id: str) -> None:
+        self._client, self._key, self._cursor = client, stream_key(run_id), "0-0"
+
+    async def read(self, max_events: int = 1000) -> list[Event]:
+        """Events since the last call, oldest first; empty if there are none or Redis is away for the moment."""
+        try:
+            answer: Any = await self._client.xread({self._key: self._cursor}, count=max_events)
+        except redis.exceptions.RedisError:
+            return []
+        events = []
+        for _stream, entries in answer.items() if isinstance(answer, dict) else answer:
+            for identity, body in entries:
+                self._cursor = identity
+                events.append(msgspec.msgpack.decode(body[b"e"], type=Event))
+        return events

@@ -1,0 +1,111 @@
+"""What an observer knows of a run: the latest of everything, and totals that are right over the whole life (pure).
+
+Throughput uses one span above and below the line: tokens of a step over the seconds since the last step ended. Tokens are
+means of tokens, never means of means. Generated and trained are two numbers.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from laminar.telemetry.stream import Event
+
+
+@dataclass(slots=True)
+class GenerationMeter:
+    """Splits generated tokens into those made while a step was running and the others.
+
+    Workers report running totals; between two reports tokens are taken as evenly spread.
+    """
+
+    total: float = 0.0
+    during_steps: float = 0.0
+    _last: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _pending: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def report(self, role: str, time: float, running_total: float) -> None:
+        """A worker has sampled `running_total` tokens by `time`; a smaller total than before means it was restarted."""
+        last_time, last_total = self._last.get(role, (time, 0.0))
+        made = running_total - last_total if running_total >= last_total else running_total
+        self._last[role] = (time, running_total)
+        if made > 0:
+            self.total += made
+            self._pending.append((last_time, time, made))
+
+    def settle_step(self, started: float, ended: float) -> None:
+        """A step trained from `started` to `ended`: count what was generated meanwhile."""
+        later = []
+        for first, last, tokens in self._pending:
+            span = max(last - first, 1e-9)
+            overlap = max(0.0, min(last, ended) - max(first, started)) / span
+            self.during_steps += tokens * min(overlap, 1.0)
+            if last > ended:
+                begin = max(first, ended)
+                later.append((begin, last, tokens * (last - begin) / span))
+        self._pending = later
+
+
+@dataclass(slots=True)
+class RunView:
+    """The latest of everything."""
+
+    max_steps: int
+    step: int = 0
+    latest: dict[str, float] = field(default_factory=dict)
+    workers: dict[str, dict[str, float]] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    step_ends: list[float] = field(default_factory=list)
+    staleness: Counter[int] = field(default_factory=Counter)
+    notices: list[str] = field(default_factory=list)
+    accuracies: dict[int, float] = field(default_factory=dict)
+    generation: GenerationMeter = field(default_factory=GenerationMeter)
+    trained_tokens: float = 0.0
+    step_seconds: float = 0.0
+    trainer_wait: str = ""
+    last_progress: float = 0.0
+    _generated_at_step: float = 0.0
+
+    def apply(self, event: Event) -> dict[str, float]:
+        """Take in one event; returns the metrics of a step completed with what only the observer knows, else nothing."""
+        match event.kind:
+            case "step":
+                return self._apply_step(event)
+            case "worker":
+                self.workers[event.role] = event.metrics
+                self.generation.report(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
+            case "evaluation":
+                self.accuracies[int(event.fields["step"])] = event.metrics["eval/accuracy"]
+            case "waiting":
+                self.trainer_wait = str(event.fields.get("text", ""))
+            case "notice":
+                self.notices = [*self.notices[-49:], f"{event.role}: {event.fields.get('text', '')}"]
+        return {}
+
+    def _apply_step(self, event: Event) -> dict[str, float]:
+        metrics = dict(event.metrics)
+        self.step = int(metrics["train/step"])
+        self.last_progress = event.time
+        self.trainer_wait = ""
+        self.step_ends = [*self.step_ends[-19:], event.time]
+        self.generation.settle_step(float(event.fields["train_started"]), float(event.fields["train_ended"]))
+        seconds = metrics.get("time/step_seconds", 0.0)
+        self.step_seconds += seconds
+        self.trained_tokens += metrics.get("train/tokens", 0.0)
+        generated = self.generation.total - self._generated_at_step
+        self._generated_at_step = self.generation.total
+        if seconds > 0:
+            metrics["throughput/trained_tokens_per_second"] = metrics.get("train/tokens", 0.0) / seconds
+            metrics["throughput/generated_tokens_per_second"] = generated / seconds
+        for name, value in metrics.items():
+            if name.startswith("staleness/histogram_"):
+                self.staleness[int(name.rpartition("_")[2])] += int(value)
+        if "reward/mean" in metrics:
+            self.rewards.append(metrics["reward/mean"])
+        self.latest = metrics
+        return metrics
+
+    def seconds_left(self) -> float | None:
+        """Estimate from the mean of the last steps; None before the second step."""
+        if len(self.step_ends) < 2:
+            return None
+        mean = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+        return mean * (self.max_steps - self.step)
