@@ -1,6 +1,6 @@
 """Settings of the rollout tier: `[rollout]` and the tables below it."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -14,11 +14,11 @@ class SamplingConfig(Section):
     """Softmax temperature of training rollouts (evaluation has its own)."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus mass; 1 switches it off."""
-    top_k: int = Field(-1, ge=-1)
+    top_k: Literal[-1] | Annotated[int, Field(ge=1)] = -1
     """Number of candidates; -1 switches it off."""
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """Token ids that end an answer, besides the model's own end ids."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that end an answer, matched by the worker."""
 
 
@@ -59,7 +59,8 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(512, ge=1)
     """Longest answer in tokens."""
     weight_update: Literal["trajectory", "in_flight"] | None = None
-    """When a replica takes new weights: with no open trajectory, or at once. Default: `in_flight` with fewer than four replicas, else `trajectory`."""
+    """When a replica takes new weights: with no open trajectory, or at once.
+    Default: `in_flight` with fewer than four replicas, else `trajectory`."""
     max_hold_seconds: float = Field(300, gt=0)
     """Longest time that open trajectories may hold back a swap before it happens in flight."""
     max_in_flight_groups: int = Field(64, ge=1)

@@ -1,6 +1,6 @@
-"""Settings of everything around rollout and training: run, model, data, buffer, staleness, relay, checkpoints, evaluation."""
+"""Settings of everything around rollout and training: run, model, data, buffer, staleness, relay, checkpoints, eval."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,8 @@ class RunConfig(Section):
     """Restarts of any one role before the run gives up."""
     no_progress_seconds: float = Field(1800, gt=0)
     """The run stops with a diagnosis when no step ends for so long."""
+    config_directory: str = ""
+    """Folder of the config file, where relative paths start and own modules are found; filled in when the file is read."""
 
 
 class ModelConfig(Section):
@@ -42,6 +44,8 @@ class DataConfig(Section):
     """A `.jsonl` or `.parquet` file, or the name or folder of a Hugging Face dataset."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
+    subset: str = ""
+    """Configuration of a Hugging Face dataset (`main` of GSM8K); empty: its only one."""
     prompt_column: str = "prompt"
     """Column that holds raw text, or a list of chat messages."""
     seed: int = Field(0, ge=0)
@@ -78,9 +82,11 @@ class ExperienceConfig(Section):
     """`[experience]`: the buffer."""
 
     redis_url: str = "embedded"
-    """`embedded` starts the bundled server with its data in the run folder; else any `redis://`, `rediss://` or `unix://` URL."""
+    """`embedded` starts the bundled server with its data in the run folder;
+    else any `redis://`, `rediss://` or `unix://` URL."""
     sampler: str = "fifo"
-    """Order within the freedom the staleness rule leaves: `fifo`, `oldest_first`, `freshest_first`, or `"package.module:function"`."""
+    """Order within the freedom the staleness rule leaves: `fifo`, `oldest_first`, `freshest_first`,
+    or `"package.module:function"`."""
     max_bytes: int = Field(4 * 1024**3, ge=1)
     """Payload bytes that admitted groups may hold, reserved at claim."""
 
@@ -88,10 +94,11 @@ class ExperienceConfig(Section):
 class StalenessConfig(Section):
     """`[staleness]`: how old a trajectory may be when it is trained."""
 
-    max_staleness: int | Literal["unbounded"] = Field(1)
+    max_staleness: Annotated[int, Field(ge=0)] | Literal["unbounded"] = 1
     """Inclusive bound in weight versions; 0 is on-policy; `unbounded` leaves only the buffer's capacity."""
     policy: Literal["wait", "drop"] = "wait"
-    """What happens to groups in flight that the bound calls due: the trainer waits for them, or they are dropped and their prompts issued again."""
+    """What happens to groups in flight that the bound calls due: the trainer waits for them,
+    or they are dropped and their prompts issued again."""
     max_wait_seconds: float = Field(600, gt=0)
     """Longest wait for due groups before the fewest, oldest ones are evicted."""
 
@@ -126,6 +133,8 @@ class EvalConfig(Section):
 
     path: str = ""
     """Held-out prompts, in the form of `data.path`; empty: no evaluation."""
+    split: str = "test"
+    """Split of a Hugging Face dataset; its subset and prompt column are those of `[data]`."""
     num_prompts: int = Field(100, ge=1)
     """Prompts used, from the first."""
     at_start: bool = True

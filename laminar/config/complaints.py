@@ -1,0 +1,81 @@
+"""Turn what pydantic found wrong into sentences: the path, the value, what may stand there.
+
+Pure. Unknown keys are not treated here (`laminar.config.hints` knows more about them).
+"""
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from laminar.config.schema import ROOT, Path, Place, all_paths, child, describe, format_path
+from laminar.config.toml_text import format_value
+
+_LONGEST_VALUE = 60
+
+
+def complaints(error: ValidationError, tree: Mapping[str, Any]) -> list[tuple[Path, str]]:
+    """Path and sentence of every wrong or missing value, once each, in pydantic's order."""
+    sentences: dict[Path, str] = {}
+    for found in error.errors(include_url=False, include_context=False):
+        if found["type"] == "extra_forbidden":
+            continue
+        path, place = _settled_path(found["loc"])
+        if found["type"] == "missing":
+            sentences.update(_missing(path, place))
+        else:
+            sentences.setdefault(path, _wrong_value(path, place, _value_at(tree, path)))
+    return list(sentences.items())
+
+
+def _settled_path(location: tuple[int | str, ...]) -> tuple[Path, Place]:
+    """The part of pydantic's location that names a place of the file; the rest names members of a union."""
+    path: Path = ()
+    place = ROOT
+    for part in location:
+        below = child(place, part)
+        if below is None:
+            break
+        path, place = (*path, part), below
+    return path, place
+
+
+def _missing(path: Path, place: Place) -> dict[Path, str]:
+    required = {path: place}
+    if place.section is not None:
+        required = {below: it for below, it in all_paths(place, path) if it.is_required and it.section is None}
+    return {
+        below: f"`{format_path(below)}` is missing: {it.description.partition('; ')[0].rstrip('.')}"
+        for below, it in required.items()
+    }
+
+
+def _wrong_value(path: Path, place: Place, value: Any) -> str:
+    sentence = f"`{format_path(path)}` is {show_value(value)}: it must be {describe(place)}"
+    if place.section is not None:
+        return f"{sentence}, written as `[{format_path(path)}]`"
+    if isinstance(value, Mapping) and describe(place) == "a list of tables":
+        return f"{sentence}, each written as `[[{format_path(path)}]]`"
+    if isinstance(value, str) and not place.is_text and _is_quoted_number(value):
+        return f"{sentence}, without the quotes"
+    return sentence
+
+
+def show_value(value: Any) -> str:
+    """A value as it stands in the file, shortened."""
+    text = format_value(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 4] + " ..."
+
+
+def _is_quoted_number(text: str) -> bool:
+    try:
+        return not isinstance(tomllib.loads(f"value = {text}")["value"], str)
+    except tomllib.TOMLDecodeError:
+        return False
+
+
+def _value_at(tree: Any, path: Path) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
