@@ -1,0 +1,90 @@
+"""Case D28 and the rules of planning: strict budget, no row lost, equal counts on all ranks."""
+
+from itertools import chain
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laminar.errors import ConfigError
+from trainer.batches import RowShape, padded_tokens, plan_micro_batches, split_mini_batches
+
+
+def rows_of(lengths):
+    return [RowShape(f"t{index}", index, 1, length - 1) for index, length in enumerate(lengths)]
+
+
+def bins(lengths, cap):
+    return [batch for batch in plan_micro_batches(rows_of(lengths), max_tokens=cap)[0] if batch]
+
+
+@pytest.mark.parametrize(("lengths", "count"), [([6] * 5, 5), ([10, 1], 2), ([10], 1)])
+def test_bins_hold_the_cap_strictly(lengths, count):
+    assert len(bins(lengths, 10)) == count
+
+
+def test_bins_of_mixed_lengths_are_few_and_within_the_cap():
+    lengths = [7, 5, 5, 3, 3, 3, 2, 2]
+    result = bins(lengths, 10)
+    assert all(sum(lengths[i] for i in batch) <= len(batch) * max(lengths[i] for i in batch) <= 10 for batch in result)
+    assert len(result) <= 4
+    assert sorted(chain(*result)) == list(range(8))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_an_oversize_row_is_refused_by_name(share):
+    with pytest.raises(ConfigError, match=r"trajectory t1 .*11 tokens.*max_tokens_per_micro_batch is 10"):
+        plan_micro_batches(rows_of([3, 11]), max_tokens=10, share_prompts=share)
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30)), min_size=1, max_size=40)
+
+
+@given(ROWS, st.integers(1, 6), st.booleans(), st.integers(40, 200))
+@settings(max_examples=150, deadline=None)
+def test_every_row_is_in_one_micro_batch_within_budget_and_ranks_run_equally_many(shapes, num_ranks, share, cap):
+    prompt_tokens = [3, 9, 1, 5, 7]
+    rows = [RowShape(str(i), prompt, prompt_tokens[prompt], response) for i, (prompt, response) in enumerate(shapes)]
+    plan = plan_micro_batches(rows, max_tokens=cap, num_ranks=num_ranks, share_prompts=share)
+    assert len(plan) == num_ranks
+    assert len({len(batches) for batches in plan}) == 1
+    assert sorted(chain(*chain(*plan))) == list(range(len(rows)))
+    assert all(padded_tokens((rows[i] for i in batch), share) <= cap for batch in chain(*plan))
+    assert plan == plan_micro_batches(rows, max_tokens=cap, num_ranks=num_ranks, share_prompts=share)
+
+
+def test_24_equal_rows_on_5_ranks_differ_by_one_row():
+    plan = plan_micro_batches(rows_of([10] * 24), max_tokens=1000, num_ranks=5)
+    assert sorted(len(batches[0]) for batches in plan) == [4, 5, 5, 5, 5]
+
+
+def test_more_ranks_than_rows_gives_empty_micro_batches():
+    plan = plan_micro_batches(rows_of([10, 10]), max_tokens=10, num_ranks=3)
+    assert sorted(plan) == [((),), ((0,),), ((1,),)]
+
+
+def test_a_shared_prompt_is_paid_once():
+    rows = [RowShape(str(i), 0, 100, 5) for i in range(8)]
+    assert padded_tokens(rows, share_prompts=True) == 140
+    assert padded_tokens(rows, share_prompts=False) == 840
+    plan = plan_micro_batches(rows, max_tokens=140, share_prompts=True)
+    assert plan == ((tuple(range(8)),),)
+
+
+def test_a_group_larger_than_the_budget_is_split_and_repeats_its_prompt():
+    rows = [RowShape(str(i), 0, 100, 50) for i in range(8)]
+    plan = plan_micro_batches(rows, max_tokens=300, share_prompts=True)
+    assert [len(batch) for batch in plan[0]] == [4, 4]
+
+
+def test_long_tails_are_kept_from_padding_the_short_rows():
+    rows = [RowShape(str(i), i // 8, 20, 500 if i % 8 == 0 else 20) for i in range(32)]
+    (batches,) = plan_micro_batches(rows, max_tokens=16384, share_prompts=True)
+    assert sum(padded_tokens((rows[i] for i in batch), True) for batch in batches) < 1.2 * (4 * 520 + 28 * 20 + 80)
+
+
+@pytest.mark.parametrize(("groups", "parts", "sizes"), [(8, 1, [8]), (7, 3, [3, 2, 2]), (2, 4, [1, 1]), (6, 3, [2, 2, 2])])
+def test_mini_batches_take_equal_shares_of_the_groups(groups, parts, sizes):
+    ranges = split_mini_batches(groups, parts)
+    assert [len(part) for part in ranges] == sizes
+    assert list(chain(*ranges)) == list(range(groups))
