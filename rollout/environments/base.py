@@ -1,0 +1,49 @@
+"""What an episode plays against.
+
+An environment is single-use: made for one episode, reset once, stepped until done, closed. It sees text, never token ids.
+It may have a nested `Options(Section)`; then it is built with one. This module does not know engines, tokens or rewards.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from laminar.types import Message, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the policy is shown next: raw text, or (at reset only) chat messages."""
+
+    content: str | tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an answer led to.
+
+    Attributes:
+        done: whether the episode is over.
+        observation: what the policy is shown next; None when done.
+        reward_terms: named rewards of this step, one finite number each; the steps' terms are summed by name.
+    """
+
+    done: bool
+    observation: Observation | None = None
+    reward_terms: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode's world. Whatever its methods raise becomes a failed trajectory, never a reward of 0."""
+
+    async def reset(self, prompt: Prompt, /) -> Observation:
+        """Begin the task."""
+        ...
+
+    async def step(self, completion: str, /) -> StepResult:
+        """React to the policy's answer."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything; called exactly once, also after a failure."""
+        ...

@@ -1,0 +1,292 @@
+"""One episode: an environment played once by an engine, from the first token to the reward, as a trajectory.
+
+Invariants: token ids are the record, text is derived for the environment and the rewards only; whatever goes wrong outside
+our own code ends in a trajectory with a failure and its kind, in bounded time; cancellation passes through, once the
+environment is closed.
+This module does not know leases, weights, sibling episodes, or how an engine is reached.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from laminar.errors import ConfigError
+from laminar.seeds import trajectory_seed
+from laminar.types import (
+    ClaimedGroup,
+    FailureKind,
+    FinishReason,
+    Prompt,
+    Purpose,
+    SamplingParameters,
+    Timings,
+    Trajectory,
+    trajectory_id,
+)
+from rollout.boundary import EpisodeError, guard
+from rollout.environments.base import Environment, Observation, StepResult
+from rollout.environments.factory import EnvironmentFactory
+from rollout.generation import Generator
+from rollout.rewards.base import RewardContext
+from rollout.rewards.scorer import RewardScorer, Score, finite_number
+from rollout.tokens import Tokenizer
+from rollout.transcript import Transcript
+from rollout.turn import TurnSampler
+
+logger = logging.getLogger("laminar.rollout")
+
+_CLOSE_SECONDS = 10.0
+"""Deadline of an environment's `close`."""
+
+
+async def play_episode(
+    *,
+    group: ClaimedGroup,
+    member: int,
+    attempt: int,
+    engine: Generator,
+    make_environment: EnvironmentFactory,
+    scorer: RewardScorer,
+    tokenizer: Tokenizer,
+    sampling: SamplingParameters,
+    run_seed: int,
+    wall_seconds: float,
+    purpose: Purpose = Purpose.TRAIN,
+    worker: str = "",
+) -> Trajectory:
+    """Play one member of a group.
+
+    Args:
+        group: gives the prompt and the ids.
+        member: which sibling, from 0.
+        attempt: which try at this member; a new one draws new noise.
+        engine: generates tokens.
+        make_environment: makes a fresh environment.
+        scorer: judges the answer.
+        tokenizer: turns observations into ids, and ids into text.
+        sampling: how tokens are drawn. Its seed is replaced; `max_new_tokens` is the budget of the whole episode.
+        run_seed: seed of the run's sampling noise.
+        wall_seconds: budget of the episode, environment and rewards included.
+        purpose: what the trajectory is for.
+        worker: who plays, for the record.
+
+    Returns:
+        A trajectory with a reward or a failure.
+    """
+    identity = trajectory_id(group.group_id, member)
+    sampling = replace(sampling, seed=trajectory_seed(run_seed, identity, attempt))
+    episode = _Episode(
+        prompt=group.prompt,
+        trajectory_id=identity,
+        request_prefix=f"{identity}-a{attempt:02d}",
+        sampler=TurnSampler(engine, tokenizer, sampling),
+        scorer=scorer,
+        clock=_Clock(wall_seconds),
+    )
+    score = await episode.play(make_environment)
+    return Trajectory(
+        trajectory_id=identity,
+        group_id=group.group_id,
+        prompt_id=group.prompt.prompt_id,
+        member=member,
+        attempt=attempt,
+        purpose=purpose,
+        sampling=sampling,
+        chains=episode.transcript.chains(),
+        finish_reason=episode.finish_reason,
+        reward=score.reward,
+        reward_terms=dict(score.terms),
+        failure=score.failure,
+        turns=episode.transcript.turns,
+        timings=episode.clock.timings(),
+        worker=worker,
+    )
+
+
+class _Clock:
+    """The wall budget of an episode, and what its time goes into."""
+
+    def __init__(self, wall_seconds: float) -> None:
+        self._wall_seconds = wall_seconds
+        self._started_at = time.time()
+        self._start = time.monotonic()
+        self._spent = {"generate": 0.0, "environment": 0.0, "reward": 0.0}
+
+    @property
+    def remaining_seconds(self) -> float:
+        return max(0.0, self._start + self._wall_seconds - time.monotonic())
+
+    @contextmanager
+    def book(self, area: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent[area] += time.monotonic() - begin
+
+    @asynccontextmanager
+    async def bound(self, area: str) -> AsyncIterator[None]:
+        """Book the time, and end what runs inside when the budget is used up."""
+        with self.book(area):
+            try:
+                async with asyncio.timeout(self.remaining_seconds) as scope:
+                    yield
+            except TimeoutError as error:
+                if not scope.expired():
+                    raise
+                text = f"environment.wall_seconds = {self._wall_seconds:g} ran out (in: {area}); raise it, or ask for less"
+                raise EpisodeError(FailureKind.TIMEOUT, text) from error
+
+    def timings(self) -> Timings:
+        return Timings(
+            started_at=self._started_at,
+            generate_seconds=self._spent["generate"],
+            environment_seconds=self._spent["environment"],
+            reward_seconds=self._spent["reward"],
+            total_seconds=time.monotonic() - self._start,
+        )
+
+
+@dataclass(slots=True)
+class _Episode:
+    prompt: Prompt
+    trajectory_id: str
+    request_prefix: str
+    sampler: TurnSampler
+    scorer: RewardScorer
+    clock: _Clock
+    transcript: Transcript = field(default_factory=Transcript)
+    finish_reason: FinishReason | None = None
+    texts: list[str] = field(default_factory=list)
+    environment_terms: dict[str, float] = field(default_factory=dict)
+
+    async def play(self, make_environment: EnvironmentFactory) -> Score:
+        """The boundary where an episode ends: a score, or a failure with its kind."""
+        try:
+            async with self._open(make_environment) as environment:
+                observation: Observation | None = await self._reset(environment)
+                while observation is not None:
+                    self._show(observation)
+                    observation = await self._step(environment, await self._answer())
+            return await self._judge()
+        except EpisodeError as error:
+            if error.failure.kind is FailureKind.TIMEOUT:
+                self.finish_reason = FinishReason.WALL_TIME
+            return Score(None, failure=error.failure)
+
+    @asynccontextmanager
+    async def _open(self, make_environment: EnvironmentFactory) -> AsyncIterator[Environment]:
+        async def construct() -> Environment:
+            return make_environment()
+
+        environment: Environment = await self._call("__init__", construct)
+        try:
+            yield environment
+        finally:
+            await self._close(environment)
+
+    async def _close(self, environment: Environment) -> None:
+        try:
+            await guard(
+                environment.close,
+                what="environment close",
+                kind=FailureKind.ENVIRONMENT,
+                seconds=_CLOSE_SECONDS,
+                timeout_kind=FailureKind.ENVIRONMENT,
+                limit="nothing: close must be quick",
+            )
+        except EpisodeError as error:  # the verdict stands: what the policy did is not changed by a failing clean-up
+            logger.warning("trajectory %s: %s", self.trajectory_id, error)
+
+    async def _call(self, method: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        with self.clock.book("environment"):
+            return await guard(
+                call,
+                what=f"environment {method}",
+                kind=FailureKind.ENVIRONMENT,
+                seconds=self.clock.remaining_seconds,
+                timeout_kind=FailureKind.TIMEOUT,
+                limit="environment.wall_seconds",
+            )
+
+    async def _reset(self, environment: Environment) -> Observation:
+        observation = await self._call("reset", lambda: environment.reset(self.prompt))
+        if not isinstance(observation, Observation):
+            raise _nonsense("reset", observation, "an Observation")
+        return observation
+
+    def _show(self, observation: Observation) -> None:
+        """Append what the policy is to answer."""
+        tokenizer, content = self.sampler.tokenizer, observation.content
+        if not self.transcript.num_tokens:
+            try:
+                token_ids = tokenizer.encode(content)
+            except ConfigError as error:
+                raise EpisodeError(FailureKind.ENVIRONMENT, f"the first observation cannot be encoded: {error}") from error
+            if not len(token_ids):
+                raise EpisodeError(
+                    FailureKind.ENVIRONMENT, "the first observation is empty; the policy needs a token to go on from"
+                )
+        elif isinstance(content, str):
+            token_ids = tokenizer.encode_observation(content)
+        else:
+            raise _nonsense("step", content, "an observation of plain text after the first turn")
+        self.transcript.add_given(token_ids)
+
+    async def _answer(self) -> str:
+        """Sample a turn; its text."""
+        async with self.clock.bound("generate"):
+            reason = await self.sampler.sample(self.transcript, f"{self.request_prefix}-t{len(self.texts):03d}")
+        self.finish_reason = reason
+        token_ids = self.transcript.turn_token_ids()
+        self.transcript.end_turn(reason)
+        self.texts.append(self.sampler.tokenizer.decode(token_ids))
+        return self.texts[-1]
+
+    async def _step(self, environment: Environment, answer: str) -> Observation | None:
+        """The next observation; None if the episode is over."""
+        result = await self._call("step", lambda: environment.step(answer))
+        if not isinstance(result, StepResult) or not isinstance(result.reward_terms, Mapping):
+            raise _nonsense("step", result, "a StepResult")
+        for name, value in result.reward_terms.items():
+            number = finite_number(value, f"environment step, term {name!r},")
+            self.environment_terms[name] = self.environment_terms.get(name, 0.0) + number
+        if result.done:
+            return None
+        if not isinstance(result.observation, Observation):
+            raise _nonsense("step", result.observation, "an Observation, or done=True")
+        if self.transcript.num_sampled_tokens >= self.sampler.sampling.max_new_tokens:
+            self.finish_reason = FinishReason.MAX_TOKENS
+            return None
+        return result.observation
+
+    async def _judge(self) -> Score:
+        """The environment's terms, each of weight 1, and the configured ones."""
+        context = RewardContext(
+            trajectory_id=self.trajectory_id,
+            prompt=self.prompt,
+            completion=self.texts[-1],
+            turns=tuple(self.texts),
+            num_prompt_tokens=self.transcript.turns[0].start,
+            num_completion_tokens=self.transcript.num_sampled_tokens,
+            finish_reason=self.transcript.turns[-1].finish_reason,
+        )
+        async with self.clock.bound("reward"):
+            score = await self.scorer.score(context)
+        if score.reward is None:
+            return score
+        if twice := self.environment_terms.keys() & score.terms.keys():
+            raise EpisodeError(FailureKind.USER_BUG, f"environment and rewards both name a term {min(twice)!r}; rename one")
+        if not (self.environment_terms or score.terms):
+            raise EpisodeError(FailureKind.USER_BUG, "neither the environment nor [[rewards]] gave a reward; configure one")
+        return Score(score.reward + sum(self.environment_terms.values()), {**score.terms, **self.environment_terms})
+
+
+def _nonsense(method: str, value: object, wanted: str) -> EpisodeError:
+    return EpisodeError(
+        FailureKind.USER_BUG, f"environment {method} returned a {type(value).__name__}; it must return {wanted}"
+    )

@@ -1,0 +1,202 @@
+"""The reward of an answer: the weighted sum of named terms, or a failure; never a number made up for want of one.
+
+Invariants: one score for each trajectory id, whatever order the judges finish in; a term counts only as one finite number.
+This module does not know what a term judges, nor what is done with a failure.
+"""
+
+import asyncio
+import inspect
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from laminar.config.system import RewardConfig
+from laminar.errors import ConfigError, InvariantError
+from laminar.plugins import resolve, validate_options
+from laminar.types import Failure, FailureKind, Prompt
+from rollout.boundary import DaemonThreads, EpisodeError, guard
+from rollout.rewards import REWARDS
+from rollout.rewards.base import RewardContext
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The verdict on one answer: a reward or a failure. `terms` are unweighted."""
+
+    reward: float | None
+    terms: Mapping[str, float] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One named reward. `judge` is a reward object or a function of (prompt, completion); see `rollout.rewards.base`."""
+
+    name: str
+    judge: Any
+    weight: float = 1.0
+    timeout_seconds: float = 30.0
+    failure_kind: FailureKind = FailureKind.USER_BUG
+    threads: DaemonThreads = field(default_factory=DaemonThreads)
+
+
+class RewardScorer:
+    """Scores answers by its terms, all at once, each under its timeout."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        names = [term.name for term in terms]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"reward names {names} are not unique; give each [[rewards]] entry its own `name`")
+        self._terms = tuple(terms)
+
+    @property
+    def num_terms(self) -> int:
+        """How many terms are summed; with none, the environment must give the reward."""
+        return len(self._terms)
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Ask every term at start whether it can judge these prompts.
+
+        Raises:
+            ConfigError: one cannot, and why.
+        """
+        checks = [(term.name, term.judge.check_prompt) for term in self._terms if hasattr(term.judge, "check_prompt")]
+        for prompt in prompts:
+            for name, check_prompt in checks:
+                if problem := check_prompt(prompt):
+                    raise ConfigError(f"reward {name!r}: {problem}")
+
+    async def score(self, context: RewardContext) -> Score:
+        """The verdict on one answer."""
+        return (await self.score_batch([context]))[context.trajectory_id]
+
+    async def score_batch(self, contexts: Sequence[RewardContext]) -> dict[str, Score]:
+        """The verdict on each answer, by trajectory id.
+
+        Raises:
+            InvariantError: two contexts have one id.
+        """
+        if len({context.trajectory_id for context in contexts}) < len(contexts):
+            raise InvariantError("score_batch: two answers have one trajectory id")
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_judge_all(term, contexts)) for term in self._terms]
+        columns = [task.result() for task in tasks]
+        return {
+            context.trajectory_id: self._combine([column[row] for column in columns]) for row, context in enumerate(contexts)
+        }
+
+    def _combine(self, values: Sequence[float | Failure]) -> Score:
+        terms: dict[str, float] = {}
+        for term, value in zip(self._terms, values, strict=True):
+            if isinstance(value, Failure):
+                return Score(None, failure=value)
+            terms[term.name] = value
+        reward = sum(term.weight * terms[term.name] for term in self._terms)
+        return Score(reward, terms)
+
+
+def build_scorer(configs: Sequence[RewardConfig]) -> RewardScorer:
+    """The scorer that `[[rewards]]` asks for.
+
+    Raises:
+        ConfigError: an unknown kind, wrong options, or two terms of one name.
+    """
+    return RewardScorer([_build_term(config, index) for index, config in enumerate(configs)])
+
+
+def finite_number(value: Any, what: str) -> float:
+    """One finite float out of what user code returned.
+
+    Raises:
+        EpisodeError: it is anything else.
+    """
+    if isinstance(value, numbers.Real | np.bool_):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    shown = repr(value)[:80] if isinstance(value, str | int | float | list | tuple | None) else f"a {type(value).__name__}"
+    raise EpisodeError(FailureKind.USER_BUG, f"{what} returned {shown}; it must return one finite number")
+
+
+def _build_term(config: RewardConfig, index: int) -> Term:
+    attribute: Any = resolve(config.kind, REWARDS, f"rewards.{index}.kind")
+    options = validate_options(attribute, config.options, f"rewards.{index}.options")
+    judge: Any = attribute
+    if isinstance(attribute, type):
+        make: Callable[..., Any] = attribute
+        judge = make() if options is None else make(options)
+        if not (hasattr(judge, "score") or hasattr(judge, "score_batch")):
+            raise ConfigError(f"rewards.{index}.kind: class {config.kind!r} has neither `score` nor `score_batch`")
+    elif not callable(attribute):
+        raise ConfigError(f"rewards.{index}.kind: {config.kind!r} is {attribute!r:.80}, not a class or function")
+    return Term(
+        name=config.name or config.kind.rpartition(":")[2],
+        judge=judge,
+        weight=config.weight,
+        timeout_seconds=config.timeout_seconds,
+        failure_kind=FailureKind.USER_BUG if ":" in config.kind else FailureKind.VERIFIER,
+    )
+
+
+async def _judge_all(term: Term, contexts: Sequence[RewardContext]) -> list[float | Failure]:
+    """One value or failure for each context, in their order."""
+    if hasattr(term.judge, "score_batch"):
+        return await _judge_batch(term, contexts)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_judge_one(term, context)) for context in contexts]
+    return [task.result() for task in tasks]
+
+
+async def _judge_one(term: Term, context: RewardContext) -> float | Failure:
+    try:
+        if hasattr(term.judge, "score"):
+            value = await _call(term, term.judge.score, context)
+        else:
+            value = await _call(term, term.judge, context.prompt, context.completion)
+        return finite_number(value, f"reward {term.name!r}")
+    except EpisodeError as error:
+        return error.failure
+
+
+async def _judge_batch(term: Term, contexts: Sequence[RewardContext]) -> list[float | Failure]:
+    what = f"reward {term.name!r}"
+    try:
+        values = await _call(term, term.judge.score_batch, contexts)
+        if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str | bytes) or len(values) != len(contexts):
+            count = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
+            raise EpisodeError(
+                FailureKind.USER_BUG, f"{what} returned {count} for {len(contexts)} answers; one for each is needed"
+            )
+    except EpisodeError as error:
+        return [error.failure] * len(contexts)
+    results: list[float | Failure] = []
+    for value in values:
+        try:
+            results.append(finite_number(value, what))
+        except EpisodeError as error:
+            results.append(error.failure)
+    return results
+
+
+async def _call(term: Term, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def guarded(call: Callable[[], Awaitable[Any]]) -> Any:
+        return await guard(
+            call,
+            what=f"reward {term.name!r}",
+            kind=term.failure_kind,
+            seconds=term.timeout_seconds,
+            timeout_kind=FailureKind.VERIFIER,
+            limit="its timeout_seconds",
+        )
+
+    if inspect.iscoroutinefunction(function):
+        return await guarded(lambda: function(*arguments))
+    async with term.threads.places:
+        return await guarded(lambda: term.threads.run(function, *arguments))

@@ -1,0 +1,142 @@
+"""The only place where text and messages become token ids.
+
+Raw text gets the tokenizer's own leading token (such as BOS) if the tokenizer adds one by default, and never a trailing one.
+Chat messages go through the model's chat template, which writes its special tokens itself. Later observations are encoded
+alone and appended: what was sampled is never encoded again.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from laminar.errors import ConfigError
+from laminar.types import Int32Array, Message, Prompt
+
+
+class Tokenizer(Protocol):
+    """What an episode needs of a tokenizer."""
+
+    def encode(self, content: str | tuple[Message, ...], /) -> Int32Array:
+        """(T,) int32: how an episode begins."""
+        ...
+
+    def encode_observation(self, text: str, /) -> Int32Array:
+        """(T,) int32: text that is appended to a running episode."""
+        ...
+
+    def decode(self, token_ids: Sequence[int] | Int32Array, *, keep_special: bool = False) -> str:
+        """Text of (T,) ids, special tokens left out unless `keep_special`."""
+        ...
+
+
+class HuggingFaceTokenizer:
+    """A `transformers` tokenizer from a local folder."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        self._tokenizer = tokenizer
+        self._name = name
+        self._leading = self._default_leading_ids()
+
+    @property
+    def size(self) -> int:
+        """Number of token ids."""
+        return len(self._tokenizer)
+
+    @property
+    def end_token_id(self) -> int | None:
+        """The tokenizer's own end id; None if it has none."""
+        end = self._tokenizer.eos_token_id
+        return None if end is None else int(end)
+
+    def encode(self, content: str | tuple[Message, ...]) -> Int32Array:
+        """(T,) int32: raw text with the tokenizer's leading token, or messages through the chat template.
+
+        Raises:
+            ConfigError: messages, but no chat template.
+        """
+        if isinstance(content, str):
+            return np.concatenate([self._leading, self.encode_observation(content)])
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"tokenizer {self._name} has no chat template; use raw text prompts or a chat model's tokenizer"
+            )
+        messages = [{"role": message.role, "content": message.content} for message in content]
+        return self.encode_observation(
+            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        )
+
+    def encode_observation(self, text: str) -> Int32Array:
+        """(T,) int32: exactly this text, nothing added."""
+        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+    def encode_prompt(self, prompt: Prompt, max_prompt_tokens: int | None = None) -> Int32Array:
+        """(T,) int32: the prompt as an episode begins with it.
+
+        Raises:
+            ConfigError: it has no token, or more than `max_prompt_tokens`.
+        """
+        token_ids = self.encode(prompt.content)
+        if not len(token_ids):
+            raise ConfigError(f"prompt {prompt.prompt_id} has no token; remove it from the data")
+        if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
+            raise ConfigError(
+                f"prompt {prompt.prompt_id} has {len(token_ids)} tokens, data.max_prompt_tokens is {max_prompt_tokens}; "
+                "shorten or remove it, or raise the limit"
+            )
+        return token_ids
+
+    def check_prompts(self, prompts: Iterable[Prompt], max_prompt_tokens: int) -> int:
+        """Encode every prompt once; the longest one's length in tokens.
+
+        Raises:
+            ConfigError: as `encode_prompt`.
+        """
+        return max((len(self.encode_prompt(prompt, max_prompt_tokens)) for prompt in prompts), default=0)
+
+    def decode(self, token_ids: Sequence[int] | Int32Array, *, keep_special: bool = False) -> str:
+        """Text of (T,) ids; bytes that are no whole character yet show as U+FFFD."""
+        ids = [int(token_id) for token_id in token_ids]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False))
+
+    def _default_leading_ids(self) -> Int32Array:
+        bos = self._tokenizer.bos_token_id
+        adds_bos = bos is not None and self._tokenizer("a")["input_ids"][:1] == [bos]
+        return np.asarray([bos] if adds_bos else [], dtype=np.int32)
+
+
+def load_tokenizer(folder: str | Path) -> HuggingFaceTokenizer:
+    """The tokenizer in a local folder; nothing is downloaded.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True), str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"no tokenizer could be loaded from {folder}: {first_line}; set model.path or model.tokenizer"
+        ) from error
+
+
+def end_token_ids(model_folder: str | Path, tokenizer: HuggingFaceTokenizer) -> tuple[int, ...]:
+    """Every id that the model's folder or its tokenizer declares as an end, ascending (case D10: there may be several).
+
+    Raises:
+        ConfigError: a declaration is not an id or a list of ids.
+    """
+    declared = set() if tokenizer.end_token_id is None else {tokenizer.end_token_id}
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_folder) / name
+        if not file.is_file():
+            continue
+        value = json.loads(file.read_text("utf-8")).get("eos_token_id")
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(token_id, int) for token_id in ids):
+            raise ConfigError(f"{file}: eos_token_id is {value!r}, not a token id or a list of them")
+        declared.update(ids)
+    return tuple(sorted(declared))
