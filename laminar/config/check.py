@@ -1,0 +1,112 @@
+"""Rules between settings, judged before any process starts.
+
+Rules of a single setting live in the models; the rows of the data are judged by the data loader; what only the machine can
+tell (memory, ports, GPUs) is found out at start.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+
+from laminar.config.check_plugins import GROUP_NORMALISED, needs_exact_logprobs, plugin_faults
+from laminar.config.check_sources import source_faults, source_notes
+from laminar.config.check_warnings import episode_warnings, machine_warnings, pace_warnings
+from laminar.config.root import LaminarConfig
+from laminar.config.sizes import bytes_per_group, longest_row_tokens
+from laminar.errors import ConfigError
+
+_REDIS_URL = re.compile(r"embedded|(rediss?|unix)://.+")
+
+
+def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[str]:
+    """Refuse what cannot work; name what works but may surprise.
+
+    Args:
+        config: a loaded config (local paths are absolute, the user's own modules can be found).
+        num_cores: cores of this machine; None: ask it.
+
+    Returns:
+        Notes and warnings, one sentence each.
+
+    Raises:
+        ConfigError: naming everything that is wrong, one sentence each.
+    """
+    rules = (_group_faults, _capacity_faults, _sampling_faults, _engine_faults, source_faults, plugin_faults)
+    faults = [fault for rule in rules for fault in rule(config)]
+    if faults:
+        head = f"{len(faults)} settings cannot work:" if len(faults) > 1 else ""
+        raise ConfigError("\n  ".join([head, *faults] if head else faults))
+    cores = num_cores or os.cpu_count() or 1
+    return [
+        *source_notes(config),
+        *pace_warnings(config),
+        *episode_warnings(config),
+        *machine_warnings(config, cores),
+    ]
+
+
+def _group_faults(config: LaminarConfig) -> Iterator[str]:
+    rollout, trainer = config.rollout, config.trainer
+    if rollout.group_size == 1 and trainer.algorithm.kind in GROUP_NORMALISED:
+        yield (
+            f"`rollout.group_size` is 1: {trainer.algorithm.kind} compares a group's members, so every advantage "
+            "would be 0; use 2 or more"
+        )
+    elif rollout.min_group_size > rollout.group_size:
+        yield (
+            f"`rollout.min_group_size` is {rollout.min_group_size}, above `rollout.group_size` = {rollout.group_size}: "
+            "no group would ever be trained; lower it"
+        )
+    if trainer.mini_batches > trainer.prompts_per_step:
+        yield (
+            f"`trainer.mini_batches` is {trainer.mini_batches}, above `trainer.prompts_per_step` = "
+            f"{trainer.prompts_per_step}: a mini-batch needs at least one group; lower it"
+        )
+
+
+def _capacity_faults(config: LaminarConfig) -> Iterator[str]:
+    longest = longest_row_tokens(config)
+    row = (
+        f"the longest trajectory has {longest} tokens (`data.max_prompt_tokens` {config.data.max_prompt_tokens} + "
+        f"`rollout.max_new_tokens` {config.rollout.max_new_tokens}) and must fit; raise the one or lower the others"
+    )
+    needed = config.trainer.prompts_per_step * bytes_per_group(config)
+    if config.experience.max_bytes < needed:
+        yield (
+            f"`experience.max_bytes` is {config.experience.max_bytes}: one step's {config.trainer.prompts_per_step} groups "
+            f"reserve {bytes_per_group(config)} bytes each, so it must be at least {needed}"
+        )
+    if config.trainer.max_tokens_per_micro_batch < longest:
+        yield f"`trainer.max_tokens_per_micro_batch` is {config.trainer.max_tokens_per_micro_batch}: {row}"
+    if config.rollout.engine.max_cached_tokens < longest:
+        yield f"`rollout.engine.max_cached_tokens` is {config.rollout.engine.max_cached_tokens}: {row}"
+
+
+def _sampling_faults(config: LaminarConfig) -> Iterator[str]:
+    kind, sampling = config.trainer.algorithm.kind, config.rollout.sampling
+    if (sampling.top_p == 1 and sampling.top_k == -1) or not needs_exact_logprobs(kind):
+        return
+    reason = f"{kind} needs the exact log-probs of the sampled tokens, and the trainer cannot mirror this filter"
+    if sampling.top_p < 1:
+        yield f"`rollout.sampling.top_p` is {sampling.top_p}: {reason}; set it to 1"
+    if sampling.top_k != -1:
+        yield f"`rollout.sampling.top_k` is {sampling.top_k}: {reason}; set it to -1"
+
+
+def _engine_faults(config: LaminarConfig) -> Iterator[str]:
+    engine = config.rollout.engine
+    if engine.kind == "torch" and engine.tensor_parallel_size > 1:
+        yield (
+            f"`rollout.engine.tensor_parallel_size` is {engine.tensor_parallel_size}: the torch engine does not split a "
+            'model; set it to 1, or `rollout.engine.kind` to "sglang"'
+        )
+    if 0 < engine.num_gpus < engine.tensor_parallel_size and engine.tensor_parallel_size > 1:
+        yield (
+            f"`rollout.engine.num_gpus` is {engine.num_gpus:g}: a replica split over `tensor_parallel_size` = "
+            f"{engine.tensor_parallel_size} GPUs needs that many"
+        )
+    if not _REDIS_URL.fullmatch(config.experience.redis_url):
+        yield (
+            f'`experience.redis_url` is "{config.experience.redis_url}": write "embedded", or a URL that starts with '
+            "redis://, rediss:// or unix://"
+        )

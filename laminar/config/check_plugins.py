@@ -1,0 +1,65 @@
+"""Judge the config's choices among implementations: is the kind known, are its options right?
+
+The tables are named by import string: this floor imports none of the packages above it. What ships with Laminar is judged
+without importing torch; a user's own module is imported.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from laminar.config.root import LaminarConfig
+from laminar.errors import ConfigError
+from laminar.plugins import import_path, load_attribute, resolve, validate_options
+from laminar.policies.samplers import SAMPLERS
+
+ENVIRONMENTS = "rollout.environments:ENVIRONMENTS"
+REWARDS = "rollout.rewards:REWARDS"
+ALGORITHMS = "trainer.algorithms:ALGORITHM_OPTIONS"
+ENGINES: Mapping[str, str] = {"torch": "", "sglang": ""}
+"""Known engines; they take no options model (`rollout.engine.options` are flags of their command line)."""
+GROUP_NORMALISED = ("grpo",)
+"""Algorithms whose advantages compare the members of a group."""
+
+
+def plugin_faults(config: LaminarConfig) -> Iterator[str]:
+    """One sentence for every unknown kind, wrong option, or clash of names."""
+    environment, algorithm = config.environment, config.trainer.algorithm
+    yield from _faults_of("environment", environment.kind, load_attribute(ENVIRONMENTS), environment.options)
+    for index, reward in enumerate(config.rewards):
+        yield from _faults_of(f"rewards[{index}]", reward.kind, load_attribute(REWARDS), reward.options)
+    yield from _faults_of("trainer.algorithm", algorithm.kind, load_attribute(ALGORITHMS), algorithm.options)
+    yield from _fault_in(resolve, config.experience.sampler, SAMPLERS, "experience.sampler")
+    yield from _fault_in(import_path, config.rollout.engine.kind, ENGINES, "rollout.engine.kind")
+    yield from _reward_faults(config)
+
+
+def needs_exact_logprobs(kind: str) -> bool:
+    """Whether an algorithm compares the trainer's log-probs with the engine's; an unreadable one counts as if it did."""
+    if ":" not in kind:
+        return True
+    try:
+        return "rollout_logprobs" in getattr(load_attribute(kind), "needs", ("rollout_logprobs",))
+    except ConfigError:
+        return True
+
+
+def _faults_of(where: str, kind: str, table: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        validate_options(resolve(kind, table, f"{where}.kind"), options, f"{where}.options")
+    except ConfigError as error:
+        yield str(error)
+
+
+def _fault_in(find: Any, kind: str, table: Mapping[str, str], where: str) -> Iterator[str]:
+    try:
+        find(kind, table, where)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _reward_faults(config: LaminarConfig) -> Iterator[str]:
+    if not config.rewards and config.environment.kind in load_attribute(ENVIRONMENTS):
+        yield f"`rewards` is empty: `{config.environment.kind}` gives no reward of its own; add a [[rewards]] table"
+    names = [reward.name or reward.kind for reward in config.rewards]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f'`rewards` has {names.count(name)} terms called "{name}": give each a `name` of its own'

@@ -1,0 +1,72 @@
+"""Judge the models and data that a config names: on this machine, or a name on the Hugging Face hub?
+
+Looks at the file system only; the hub is asked when the run starts.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from laminar.config.root import LaminarConfig
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LOCAL_FOLDERS = ("models", "model", "data", "datasets", "checkpoints", "runs", "outputs")
+"""First parts of relative paths that are surely no organisation's name on the hub."""
+_DATA_SUFFIXES = (".jsonl", ".parquet")
+_ABSENT = "nothing of that name lies beside the config file or in the working folder"
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether `text` can be `organisation/name` on the hub, rather than a local path that exists or should."""
+    first = text.partition("/")[0]
+    is_file = text.endswith((*_DATA_SUFFIXES, ".json", ".csv"))
+    is_local = is_file or first in _LOCAL_FOLDERS or Path(first).exists() or Path(text).exists()
+    return bool(_HUB_NAME.fullmatch(text)) and not is_local
+
+
+def source_faults(config: LaminarConfig) -> Iterator[str]:
+    """One sentence for every model or data set that is neither here nor a name on the hub."""
+    for setting, text in _model_settings(config):
+        yield from _model_faults(setting, text)
+    for setting, text in _data_settings(config):
+        yield from _data_faults(setting, text)
+
+
+def source_notes(config: LaminarConfig) -> Iterator[str]:
+    """One sentence for every name that will be looked up on the hub, and for an interpreter that is not there yet."""
+    for setting, text in (*_model_settings(config), *_data_settings(config)):
+        if is_hub_name(text):
+            yield f'`{setting}` is "{text}", not here: taken for a name on the Hugging Face hub, loaded at start'
+    python = config.rollout.engine.python
+    if python and not Path(python).exists():
+        yield f'`rollout.engine.python` is "{python}", not here yet: it must exist when the run starts'
+
+
+def _model_faults(setting: str, text: str) -> Iterator[str]:
+    path = Path(text)
+    if path.is_dir():
+        if setting == "model.path" and not (path / "config.json").is_file():
+            yield f'`{setting}` is "{text}": the folder holds no config.json; give the folder of a Hugging Face model'
+    elif path.exists():
+        yield f'`{setting}` is "{text}": that is a file; give the folder of a Hugging Face model'
+    elif not is_hub_name(text):
+        yield f'`{setting}` is "{text}": {_ABSENT}; give a model\'s folder, or organisation/name on the Hugging Face hub'
+
+
+def _data_faults(setting: str, text: str) -> Iterator[str]:
+    path = Path(text)
+    if path.is_file():
+        if path.suffix not in _DATA_SUFFIXES:
+            yield f'`{setting}` is "{text}": give a .jsonl or .parquet file, or a Hugging Face dataset'
+    elif not path.exists() and not is_hub_name(text):
+        yield f'`{setting}` is "{text}": {_ABSENT}; give a file, or organisation/name of a dataset on the Hugging Face hub'
+
+
+def _model_settings(config: LaminarConfig) -> list[tuple[str, str]]:
+    tokenizer = [("model.tokenizer", config.model.tokenizer)] if config.model.tokenizer else []
+    return [("model.path", config.model.path), *tokenizer]
+
+
+def _data_settings(config: LaminarConfig) -> list[tuple[str, str]]:
+    held_out = [("eval.path", config.eval.path)] if config.eval.path else []
+    return [("data.path", config.data.path), *held_out]

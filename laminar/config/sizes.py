@@ -1,0 +1,107 @@
+"""How much of everything a config asks for.
+
+Pure, but for `read_model_size`, which reads the headers of a model's files.
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar.config.root import LaminarConfig
+
+_BYTES_PER_TOKEN = 8
+"""An int32 token id and a float32 log-prob."""
+_BYTES_PER_TRAJECTORY = 2048
+"""Ids, spans, reward terms, timings."""
+_LARGEST_HEADER_BYTES = 100 * 1024**2
+"""The safetensors format allows no longer header; a longer one means that the file is none."""
+_BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a checkpoint's files hold: numbers (parameters), and bytes in the files' own type."""
+
+    num_parameters: int
+    num_bytes: int
+
+
+def longest_row_tokens(config: LaminarConfig) -> int:
+    """The longest trajectory that can be trained, prompt and answer."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def bytes_per_group(config: LaminarConfig) -> int:
+    """Payload bytes reserved in the buffer when a group is claimed: its longest possible size."""
+    return config.rollout.group_size * (longest_row_tokens(config) * _BYTES_PER_TOKEN + _BYTES_PER_TRAJECTORY)
+
+
+def groups_within_bytes(config: LaminarConfig) -> int:
+    """Groups that fit into `experience.max_bytes`."""
+    return config.experience.max_bytes // bytes_per_group(config)
+
+
+def groups_within_staleness(config: LaminarConfig) -> int | None:
+    """Groups that the staleness rule admits at once, (K + 1) * B; None if unbounded."""
+    bound = config.staleness.bound
+    return None if bound is None else (bound + 1) * config.trainer.prompts_per_step
+
+
+def most_admitted_groups(config: LaminarConfig) -> int:
+    """Groups that may be outstanding at once, by staleness and by bytes."""
+    by_bytes, by_staleness = groups_within_bytes(config), groups_within_staleness(config)
+    return by_bytes if by_staleness is None else min(by_bytes, by_staleness)
+
+
+def peak_buffer_bytes(config: LaminarConfig) -> int:
+    """Most payload bytes that the buffer may hold."""
+    return most_admitted_groups(config) * bytes_per_group(config)
+
+
+def shares(total: int, parts: int) -> list[int]:
+    """`total` things over `parts` places as evenly as whole numbers allow; the first places take the remainder."""
+    base, remainder = divmod(total, parts)
+    return [base + (place < remainder) for place in range(parts)]
+
+
+def most_micro_batches(config: LaminarConfig, num_rows: int) -> int:
+    """Upper bound on the micro-batches that `num_rows` rows need on one rank: when all have the greatest length."""
+    return math.ceil(num_rows / max(1, config.trainer.max_tokens_per_micro_batch // longest_row_tokens(config)))
+
+
+def published_bytes(config: LaminarConfig, size: ModelSize) -> int:
+    """Bytes of one published version: the checkpoint's numbers in the type they are trained in."""
+    per_number = _BYTES_PER_NUMBER.get(config.model.dtype)
+    return size.num_bytes if per_number is None else size.num_parameters * per_number
+
+
+def num_weight_slots(config: LaminarConfig) -> int:
+    """Slots for weights in one machine's shared memory: kept versions, the one being written, one an engine that maps."""
+    num_mapping = config.rollout.num_workers if config.rollout.engine.kind == "torch" else 0
+    return config.relay.keep_versions + 1 + num_mapping
+
+
+def read_model_size(folder: Path) -> ModelSize | None:
+    """The size of a Hugging Face model from the headers of its safetensors files; None if there are none to read."""
+    num_parameters = num_bytes = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        header = _read_header(file)
+        if header is None:
+            return None
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                num_parameters += math.prod(tensor["shape"])
+                num_bytes += tensor["data_offsets"][1] - tensor["data_offsets"][0]
+    return ModelSize(num_parameters, num_bytes) if num_bytes else None
+
+
+def _read_header(file: Path) -> dict[str, dict[str, list[int]]] | None:
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length)) if length <= _LARGEST_HEADER_BYTES else None
+    except (OSError, struct.error, ValueError):
+        return None
+    return header if isinstance(header, dict) else None
