@@ -7,7 +7,6 @@ import asyncio
 import importlib
 import logging
 import os
-import tempfile
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -18,25 +17,28 @@ import ray.exceptions
 
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, RoleSpec
 from laminar.config.root import LaminarConfig
-from laminar.errors import DeadlineError, EnvironmentSetupError
+from laminar.errors import DeadlineError, EnvironmentSetupError, LaminarError
 
 OBJECT_STORE_BYTES = 80 * 1024**2
 """Ray's smallest object store: no data of ours passes through it."""
 
 
+class RoleDiedError(LaminarError):
+    """A role's process ended, or failed in a way that only a restart may mend."""
+
+
 class RayCluster:
     """A started or joined Ray cluster."""
 
-    def __init__(self, address: str, num_cpus: int, run_id: str) -> None:
+    def __init__(self, address: str, num_cpus: int, run_id: str, scratch: Path) -> None:
         local = address == "local"
-        self.scratch = Path(tempfile.mkdtemp(prefix="laminar-ray-")) if local else None
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         options: dict[str, Any] = {"namespace": run_id, "log_to_driver": False, "logging_level": logging.ERROR}
         if local:
             options |= {
                 "num_cpus": max(num_cpus, os.cpu_count() or 1),
                 "include_dashboard": False,
-                "_temp_dir": str(self.scratch),
+                "_temp_dir": str(scratch),
                 "_node_ip_address": "127.0.0.1",
                 "object_store_memory": OBJECT_STORE_BYTES,
             }
@@ -85,6 +87,8 @@ class RoleProcess:
         try:
             async with asyncio.timeout(placement_seconds):
                 self.pid = await self._actor.process_id.remote()
+        except ray.exceptions.RayActorError as error:
+            raise RoleDiedError(f"the process of {self.spec.name} did not start: {_last_line(str(error))}") from None
         except TimeoutError:
             raise EnvironmentSetupError(
                 f"Ray found no room for {self.spec.name} ({self.spec.num_cpus:g} CPUs, {self.spec.num_gpus:g} GPUs) in "
@@ -97,8 +101,21 @@ class RoleProcess:
             raise DeadlineError(f"{self.spec.name} to start", start_seconds) from None
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a coroutine method of the role."""
-        return await self._actor.call.remote(method, *arguments)
+        """Call a coroutine method of the role.
+
+        Raises:
+            LaminarError: the role's own.
+            RoleDiedError: its process ended, or it failed in a way that is no error of ours.
+        """
+        try:
+            return await self._actor.call.remote(method, *arguments)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, LaminarError):
+                raise error.cause from None
+            log = f"logs/{self.spec.name}.log"
+            raise RoleDiedError(f"{self.spec.name} failed in {method}: {error.cause!r}; see {log}") from None
+        except ray.exceptions.RayActorError:
+            raise RoleDiedError(f"the process of {self.spec.name} ended") from None
 
     def kill(self) -> None:
         """End the process at once."""
@@ -131,3 +148,7 @@ class _RoleActor:
         except (Exception, asyncio.CancelledError):
             self._logger.exception("%s failed", method)
             raise
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]

@@ -1,0 +1,66 @@
+"""`laminar`: the command line. Parses, then imports the heavy part; errors are one sentence, exit codes mean something.
+
+0 done    1 error    2 a setting, file or row to mend    3 the machine lacks something    4 the run gave up    130 interrupted
+"""
+
+import sys
+
+import typer
+
+from laminar.cli import check as check_command
+from laminar.cli import explain as explain_command
+from laminar.cli import run as run_commands
+from laminar.cli import status as status_command
+from laminar.errors import LaminarError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.splitlines()[0], pretty_exceptions_enable=False)
+app.command(name="run")(run_commands.run)
+app.command(name="resume")(run_commands.resume)
+app.command(name="status")(status_command.status)
+app.command(name="check")(check_command.check)
+app.command(name="explain")(explain_command.explain)
+
+
+def main() -> None:
+    """Entry point of the `laminar` command."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    try:
+        check_packages()
+        app(standalone_mode=True)
+    except LaminarError as error:
+        if debug:
+            raise
+        typer.secho(f"laminar: {error}", fg="red", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def check_packages() -> None:
+    """Refuse to start if `relay`, `rollout` or `trainer` would come from somewhere else.
+
+    The names are generic: a user's own `trainer/` folder could shadow ours.
+
+    Raises:
+        ConfigError: naming the intruder.
+    """
+    import importlib.util
+    from pathlib import Path
+
+    from laminar.errors import ConfigError
+
+    home = Path(__file__).resolve().parents[2]
+    for name in ("relay", "rollout", "trainer"):
+        spec = importlib.util.find_spec(name)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin is None or origin.parents[1] != home:
+            raise ConfigError(
+                f"the package {name!r} is found at {origin or 'no file'}, not beside laminar in {home}; "
+                "run from another folder, or rename yours"
+            )
+
+
+if __name__ == "__main__":
+    main()

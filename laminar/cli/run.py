@@ -1,0 +1,114 @@
+"""`laminar run` and `laminar resume`: one life of a run, with its live panel and its closing report."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from laminar.cluster.supervisor import Outcome, Supervisor
+from laminar.config.check import check_config
+from laminar.config.load import dump_toml, load_config
+from laminar.config.root import LaminarConfig
+from laminar.errors import ConfigError
+from laminar.run_folder import RunFolder
+from laminar.telemetry.files import read_lines
+from laminar.telemetry.panel import render, step_line
+from laminar.telemetry.report import closing_report
+from laminar.telemetry.stream import Event
+from laminar.telemetry.view import RunView
+
+OnEvent = Callable[[Event, RunView], None]
+Say = Callable[[str], None]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, such as trainer.learning_rate=1e-6")]
+
+
+def run(
+    config: Annotated[Path, typer.Argument(help="The config file (TOML)")],
+    overrides: Overrides = None,
+) -> None:
+    """Start a run and stay with it. Ctrl-C finishes the step, saves a checkpoint and ends everything."""
+    settings = load_config(config, overrides or [])
+    for warning in check_config(settings):
+        typer.secho(f"note: {warning}", fg="yellow", err=True)
+    folder = RunFolder.create(Path(settings.run.directory), settings.run.name)
+    folder.config.write_text(dump_toml(settings))
+    live(settings, folder, config.resolve().parent)
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The run folder")],
+    overrides: Overrides = None,
+) -> None:
+    """Go on from a run's newest checkpoint, under a new lineage."""
+    run_folder = RunFolder.open(folder)
+    state = run_folder.read_state()
+    if state.status in ("starting", "running", "stopping") and Path(f"/proc/{state.pid}").exists():
+        raise ConfigError(f"run {state.run_id} is still alive as process {state.pid}; stop it first")
+    settings = load_config(run_folder.config, overrides or [])
+    check_config(settings)
+    live(settings, run_folder, run_folder.path)
+
+
+def live(settings: LaminarConfig, folder: RunFolder, config_folder: Path) -> None:
+    """Run one life in the foreground and print its report."""
+    console = Console()
+    console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
+    wanted = settings.metrics.panel
+    show_panel = wanted == "on" or (wanted == "auto" and sys.stdout.isatty())
+    with screen(console, settings, show_panel) as (on_event, say):
+        supervisor = Supervisor(settings, folder, config_folder, on_event, say)
+        outcome = _run_to_the_end(supervisor)
+    console.print(closing_report(outcome_facts(outcome), read_lines(folder.metrics) if folder.metrics.exists() else []))
+    if outcome.status == "stopped":
+        raise typer.Exit(130)
+
+
+def _run_to_the_end(supervisor: Supervisor) -> Outcome:
+    try:
+        return asyncio.run(supervisor.run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+@contextlib.contextmanager
+def screen(console: Console, settings: LaminarConfig, show_panel: bool) -> Iterator[tuple[OnEvent, Say]]:
+    """Where events and words go: the live panel, or one line each."""
+    title = f"laminar · {settings.run.name}"
+    if not show_panel:
+        say = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
+
+        def print_event(event: Event, view: RunView) -> None:
+            if event.kind == "step":
+                say(step_line(view))
+            elif event.kind == "notice":
+                say(view.notices[-1])
+            elif event.kind == "waiting":
+                say(f"trainer waits for {view.trainer_wait}")
+
+        yield print_event, say
+        return
+    with Live(console=console, refresh_per_second=4, transient=False) as panel:
+        yield (
+            lambda _event, view: panel.update(render(view, title, settings.staleness.bound)),
+            lambda text: panel.console.print(text, highlight=False),
+        )
+
+
+def outcome_facts(outcome: Outcome) -> dict[str, object]:
+    """What the closing report says besides the metrics."""
+    return {
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "folder": str(outcome.folder.path),
+        "seconds": outcome.seconds,
+        "peak_resident_bytes": outcome.peak_resident_bytes,
+        "restarts": dict(outcome.restarts),
+        "generated_tokens": outcome.view.generation.total,
+        "generated_during_steps": outcome.view.generation.during_steps,
+    }

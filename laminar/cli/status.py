@@ -1,0 +1,64 @@
+"""`laminar status`: what a run is doing, from outside."""
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from laminar.errors import LaminarError
+from laminar.experience.buffer import ExperienceBuffer
+from laminar.experience.client import connect
+from laminar.experience.store import ExperienceStore
+from laminar.run_folder import RunFolder, RunState
+from laminar.telemetry.files import read_lines
+
+
+def status(
+    folder: Annotated[Path, typer.Argument(help="The run folder")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+) -> None:
+    """Say how a run stands: alive or not, step, reward, staleness, buffer."""
+    facts = collect(RunFolder.open(folder))
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        for name, value in facts.items():
+            typer.echo(f"{name:>22}  {value}")
+
+
+def collect(folder: RunFolder) -> dict[str, Any]:
+    """The facts, from the folder and, if the run is alive, from its data module."""
+    state = folder.read_state()
+    alive = state.status in ("starting", "running", "stopping") and Path(f"/proc/{state.pid}").exists()
+    words = state.status if alive or state.status in ("finished", "stopped", "failed") else f"dead while {state.status}"
+    facts: dict[str, Any] = {"run": state.run_id, "status": words, "reason": state.reason, "lives": state.lives}
+    steps = [line for line in read_lines(folder.metrics) if line["kind"] == "step"] if folder.metrics.exists() else []
+    if steps:
+        last = steps[-1]
+        facts |= {
+            "step": last["step"],
+            "reward": round(last.get("reward/mean", float("nan")), 4),
+            "staleness_max": last.get("staleness/versions_max"),
+            "trained_tokens_per_s": round(last.get("throughput/trained_tokens_per_second", 0)),
+            "generated_tokens_per_s": round(last.get("throughput/generated_tokens_per_second", 0)),
+        }
+    if alive and state.redis_url:
+        facts |= asyncio.run(_from_buffer(state))
+    return facts
+
+
+async def _from_buffer(state: RunState) -> dict[str, Any]:
+    try:
+        client = await connect(state.redis_url)
+        snapshot = await ExperienceBuffer(ExperienceStore(client, state.run_id)).peek()
+        await client.aclose()
+    except LaminarError as error:
+        return {"data module": f"not reachable: {error}"}
+    return {
+        "published": str(snapshot.published),
+        "outstanding_groups": len(snapshot.headers),
+        "trajectories": ", ".join(f"{name} {value}" for name, value in asdict(snapshot.counters).items()),
+    }

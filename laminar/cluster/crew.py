@@ -1,0 +1,180 @@
+"""The crew: every role of a run, started, kept alive within a budget of restarts, and stopped.
+
+A dead worker or relay is restarted alone. A dead trainer rank takes all ranks along; they restart together from the newest
+checkpoint under a new lineage. Errors that a restart cannot mend (a wrong setting, a missing resource, a run that gave up)
+end the run at once with their own sentence.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from laminar.cluster.ray_cluster import RoleProcess
+from laminar.cluster.roles import RoleContext, RoleSpec, relay_spec, rollout_spec, trainer_specs
+from laminar.config.root import LaminarConfig
+from laminar.errors import ConfigError, EnvironmentSetupError, LaminarError, RunFailedError
+from laminar.telemetry.stream import TelemetryWriter
+
+logger = logging.getLogger("laminar.supervisor")
+
+STOP_SECONDS = 20.0
+"""How long an orderly stop may take before the rest is killed."""
+RELAY_START_SECONDS = 60.0
+FATAL = (ConfigError, EnvironmentSetupError, RunFailedError)
+
+
+class Crew:
+    """All roles of one life of a run."""
+
+    def __init__(
+        self, config: LaminarConfig, context: RoleContext, telemetry: TelemetryWriter, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._context, self._telemetry, self._say = config, context, telemetry, say
+        self._workers: dict[int, RoleProcess] = {}
+        self._workers_changed = asyncio.Condition()
+        self._ranks: list[RoleProcess] = []
+        self._relay: RoleProcess | None = None
+        self.restarts: Counter[str] = Counter()
+        self.is_stopping = False
+
+    async def keep_relay(self) -> None:
+        """Run this machine's relay until cancelled."""
+        await self._keep("relay", self._run_relay)
+
+    async def keep_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Run one worker until cancelled.
+
+        Args:
+            index: which one.
+            first_evaluation: run with the version the worker starts on, before it can swap; once.
+        """
+
+        async def life() -> None:
+            await self._run_worker(index, first_evaluation if not self.restarts[f"rollout-{index}"] else None)
+
+        await self._keep(f"rollout-{index}", life)
+
+    async def train(self, on_published: Callable[[], None]) -> dict[str, Any]:
+        """The trainer's lives, one after another, until one ends in order.
+
+        Args:
+            on_published: called once, when the first life has published its weights.
+
+        Returns:
+            rank 0's closing words: `reason`, `step`.
+        """
+        result: dict[str, Any] = {}
+
+        async def life() -> None:
+            nonlocal result
+            result = await self._run_trainer(on_published)
+
+        await self._keep("trainer", life)
+        return result
+
+    async def evaluate(self, prompts: list[bytes], min_number: int) -> Any:
+        """Have one worker answer held-out prompts with a version of at least this number."""
+        async with asyncio.timeout(self._config.eval.timeout_seconds):
+            async with self._workers_changed:
+                await self._workers_changed.wait_for(lambda: bool(self._workers))
+            worker = self._workers[min(self._workers)]
+            return await worker.call("evaluate", prompts, min_number)
+
+    async def stop_training(self) -> None:
+        """Ask the trainer to finish its step, save and return."""
+        self.is_stopping = True
+        if self._ranks:
+            await self._ranks[0].call("stop")
+
+    async def stop(self) -> None:
+        """Stop workers and relay in order; what does not obey in time is killed with the rest."""
+        self.is_stopping = True
+        roles = [*self._workers.values(), *([self._relay] if self._relay else [])]
+        for role in roles:
+            try:
+                async with asyncio.timeout(STOP_SECONDS / 4):
+                    await role.call("stop")
+            except (LaminarError, TimeoutError) as error:
+                logger.info("stopping %s: %s", role.spec.name, error)
+        for role in (*roles, *self._ranks):
+            role.kill()
+
+    async def _keep(self, role: str, life: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run lives of a role until one returns in order or the budget is used up."""
+        while True:
+            try:
+                return await life()
+            except FATAL:
+                raise
+            except LaminarError as error:
+                if self.is_stopping:
+                    return None
+                self.restarts[role] += 1
+                if self.restarts[role] > self._config.run.max_restarts:
+                    raise RunFailedError(
+                        f"{role} was restarted {self._config.run.max_restarts} times; last: {error}"
+                    ) from error
+                self._say(f"{role}: {error}; restarting it ({self.restarts[role]})")
+                await self._telemetry.emit(
+                    "notice", {f"faults/restarts_{role}": self.restarts[role]}, fields={"text": f"{role} restarted: {error}"}
+                )
+
+    def _process(self, spec: RoleSpec) -> RoleProcess:
+        return RoleProcess(spec, self._context, self._config)
+
+    async def _run_relay(self) -> None:
+        self._relay = self._process(relay_spec())
+        await self._relay.start(self._config.cluster.placement_seconds, RELAY_START_SECONDS)
+        await self._relay.call("run")
+
+    async def _run_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        worker = self._process(rollout_spec(self._config, index))
+        start_seconds = self._config.rollout.engine.start_seconds + self._config.trainer.start_seconds
+        try:
+            await worker.start(self._config.cluster.placement_seconds, start_seconds)
+            async with self._workers_changed:
+                self._workers[index] = worker
+                self._workers_changed.notify_all()
+            evaluation = asyncio.ensure_future(first_evaluation()) if first_evaluation else None
+            await asyncio.sleep(0)  # the evaluation's call goes out first: it holds the swap before `run` can make one
+            await worker.call("run")
+            if evaluation:
+                await evaluation
+        finally:
+            self._workers.pop(index, None)
+            worker.kill()
+
+    async def _run_trainer(self, on_published: Callable[[], None]) -> dict[str, Any]:
+        self._ranks = [self._process(spec) for spec in trainer_specs(self._config, self.restarts["trainer"])]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for rank in self._ranks:
+                    group.create_task(rank.start(self._config.cluster.placement_seconds, self._config.trainer.start_seconds))
+            on_published()
+            async with asyncio.TaskGroup() as group:
+                runs = [group.create_task(rank.call("run")) for rank in self._ranks]
+            return dict(runs[0].result())
+        except* LaminarError as failures:
+            raise first_error(failures) from None
+        finally:
+            for rank in self._ranks:
+                rank.kill()
+            self._ranks = []
+        raise AssertionError("unreachable")
+
+
+def first_error(failures: BaseExceptionGroup[LaminarError]) -> LaminarError:
+    """The first leaf of a group of errors, a fatal one before others."""
+    leaves: list[LaminarError] = []
+
+    def collect(error: BaseException) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            for inner in error.exceptions:
+                collect(inner)
+        elif isinstance(error, LaminarError):
+            leaves.append(error)
+
+    collect(failures)
+    return next((leaf for leaf in leaves if isinstance(leaf, FATAL)), leaves[0])

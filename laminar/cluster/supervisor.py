@@ -1,0 +1,253 @@
+"""The supervisor: one life of a run, from the first service to the last process.
+
+Order of starting: sentinel, prompts, Redis, Ray, relay, trainer (it publishes its first version), workers. Stopping undoes
+it in reverse, by the same path whether the run ended, failed, or was told to end. Every wait has a deadline.
+
+It names roles by import string and knows nothing of models, engines or losses.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis.exceptions
+
+from laminar.cluster.crew import STOP_SECONDS, Crew, first_error
+from laminar.cluster.data import RunData, load_run_data
+from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
+from laminar.cluster.ray_cluster import RayCluster
+from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, cpus_needed
+from laminar.cluster.sentinel import Sentinel
+from laminar.config.root import LaminarConfig
+from laminar.errors import LaminarError, RunFailedError
+from laminar.experience.client import connect
+from laminar.experience.server import EmbeddedServer
+from laminar.run_folder import RunFolder, RunState
+from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.telemetry.observer import Observer
+from laminar.telemetry.stream import Event, TelemetryReader, TelemetryWriter
+from laminar.telemetry.view import RunView
+
+logger = logging.getLogger("laminar.supervisor")
+
+MEMORY_SECONDS = 2.0
+PROGRESS_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a life ended, and what its closing report needs."""
+
+    folder: RunFolder
+    view: RunView
+    status: str = "finished"
+    reason: str = ""
+    peak_resident_bytes: int = 0
+    restarts: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+
+class Supervisor:
+    """Runs one life of a run."""
+
+    def __init__(
+        self,
+        config: LaminarConfig,
+        folder: RunFolder,
+        config_folder: Path,
+        on_event: Callable[[Event, RunView], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._folder, self._config_folder = config, folder, config_folder
+        self._on_event, self._say = on_event, say
+        self._stop = asyncio.Event()
+        self._workers_started = False
+        self.outcome = Outcome(folder, RunView(config.run.max_steps))
+
+    async def run(self) -> Outcome:
+        """Start, watch, stop.
+
+        Raises:
+            LaminarError: the run failed; everything it started is gone.
+        """
+        started, state = time.monotonic(), self._begin_life()
+        try:
+            async with AsyncExitStack() as stack:
+                data, context = await self._start_services(stack, state)
+                await self._live(data, context)
+        except LaminarError as error:
+            self.outcome.status, self.outcome.reason = "failed", str(error)
+            raise
+        finally:
+            self.outcome.seconds = time.monotonic() - started
+            self._folder.update_state(status=self.outcome.status, reason=self.outcome.reason, redis_url="")
+        return self.outcome
+
+    def _begin_life(self) -> RunState:
+        """Mark the run as starting; its id and token stay the same over all lives."""
+        try:
+            old = self._folder.read_state()
+            state = RunState(old.run_id, old.token, os.getpid(), "starting", started_at=time.time(), lives=old.lives + 1)
+        except FileNotFoundError:
+            token = secrets.token_hex(16)
+            state = RunState(self._folder.path.name, token, os.getpid(), "starting", started_at=time.time())
+        os.environ[RUN_ID_VARIABLE] = state.run_id
+        return self._folder.write_state(state)
+
+    async def _start_services(self, stack: AsyncExitStack, state: RunState) -> tuple[RunData, RoleContext]:
+        """Signals, sentinel, prompts, Redis, Ray: each is undone in reverse order when the stack unwinds."""
+        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        assert main is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number, main)
+            stack.callback(loop.remove_signal_handler, number)
+        scratch = f"/tmp/laminar-ray-{state.token[:8]}"
+        sentinel = Sentinel(state.run_id, [str(Path(self._config.relay.root) / f"laminar-{state.run_id}-*"), scratch])
+        stack.callback(sentinel.dismiss)
+        stack.callback(end_processes, state.run_id, STOP_SECONDS)
+
+        data = await asyncio.to_thread(load_run_data, self._config, self._config_folder)
+        self._say(f"{len(data.prompts)} prompts" + (f", {len(data.held_out)} held out" if data.held_out else ""))
+        url = self._config.experience.redis_url
+        if url == "embedded":
+            server = EmbeddedServer(self._folder.redis)
+            await asyncio.to_thread(server.start)
+            stack.callback(server.stop)
+            url = server.url
+        self._redis = await connect(url)
+        stack.push_async_callback(self._redis.aclose)
+        await data.put_into_pool(self._redis, state.run_id, self._config)
+        self._folder.update_state(redis_url=url)
+
+        self._say("starting Ray")
+        cluster = RayCluster(self._config.cluster.ray_address, cpus_needed(self._config), state.run_id, Path(scratch))
+        stack.callback(cluster.stop)
+        context = RoleContext("supervisor", state.run_id, state.token, url, self._folder.path.resolve(), "")
+        return data, context
+
+    def _on_signal(self, number: signal.Signals, main: "asyncio.Task[Any]") -> None:
+        if self._stop.is_set():
+            main.cancel()
+            return
+        self._say(f"{number.name}: finishing the step and saving a checkpoint; once more to end at once")
+        self._stop.set()
+
+    async def _live(self, data: RunData, context: RoleContext) -> None:
+        """Run all roles until the trainer is done; then stop them."""
+        view = self.outcome.view
+        view.last_progress = time.time()
+        telemetry = TelemetryWriter(self._redis, context.run_id, "supervisor")
+        reader = TelemetryReader(self._redis, context.run_id)
+        observer = Observer(reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view))
+        crew = Crew(self._config, context, telemetry, self._say)
+        self.outcome.restarts = crew.restarts
+        try:
+            async with asyncio.TaskGroup() as group:
+                background = [
+                    group.create_task(observer.run()),
+                    group.create_task(self._measure_memory(context.run_id)),
+                    group.create_task(self._watch_progress()),
+                    group.create_task(crew.keep_relay()),
+                ]
+                await self._train(crew, data, telemetry, group, background)
+                await crew.stop()
+                for task in background:
+                    task.cancel()
+        except* LaminarError as failures:
+            raise first_error(failures) from None
+        finally:
+            with contextlib.suppress(redis.exceptions.RedisError):
+                await observer.drain()
+
+    async def _train(
+        self,
+        crew: Crew,
+        data: RunData,
+        telemetry: TelemetryWriter,
+        group: asyncio.TaskGroup,
+        background: list["asyncio.Task[None]"],
+    ) -> None:
+        """Training and the evaluations around it; a stop signal cuts it short in order."""
+        held_out = data.encoded_held_out()
+        evaluate_start = bool(held_out) and self._config.eval.at_start and not self._was_evaluated(0)
+
+        async def evaluate(min_number: int) -> None:
+            result = await crew.evaluate(held_out, min_number)
+            metrics = {
+                "eval/accuracy": result.accuracy,
+                "eval/num_prompts": len(result.rewards),
+                "eval/failed": len(result.failures),
+                "eval/version_number": result.version_number,
+            }
+            count = len(result.rewards)
+            self._say(f"held-out accuracy at version {result.version_number}: {result.accuracy:.3f} ({count} prompts)")
+            await telemetry.emit("evaluation", metrics, fields={"step": result.version_number})
+
+        async def first_evaluation() -> None:
+            await evaluate(0)
+
+        def start_workers() -> None:
+            if self._workers_started:
+                return  # this is a later life of the trainer
+            self._workers_started = True
+            self._folder.update_state(status="running")
+            for index in range(self._config.rollout.num_workers):
+                evaluation = first_evaluation if evaluate_start and index == 0 else None
+                background.append(group.create_task(crew.keep_worker(index, evaluation)))
+
+        training = group.create_task(crew.train(start_workers))
+        stopping = group.create_task(self._stop.wait())
+        await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not training.done():
+            await self._stop_training(crew, training)
+            return
+        stopping.cancel()
+        result = training.result()
+        self.outcome.reason = str(result.get("reason", ""))
+        if held_out and self._config.eval.at_end:
+            await evaluate(int(result["step"]))
+
+    async def _stop_training(self, crew: Crew, training: "asyncio.Task[dict[str, Any]]") -> None:
+        self._folder.update_state(status="stopping")
+        self.outcome.status = "stopped"
+        self.outcome.reason = "told to stop; the last checkpoint holds the finished steps"
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await crew.stop_training()
+                await asyncio.shield(training)
+        except (TimeoutError, LaminarError) as error:
+            self.outcome.reason = f"told to stop; the trainer did not save in time ({error}), the previous checkpoint stands"
+            training.cancel()
+
+    def _was_evaluated(self, step: int) -> bool:
+        path = self._folder.metrics
+        return path.exists() and any(line["kind"] == "evaluation" and line["step"] == step for line in read_lines(path))
+
+    async def _measure_memory(self, run_id: str) -> None:
+        """Track the peak of resident memory of all processes of the run, this one included."""
+        while True:
+            used = await asyncio.to_thread(lambda: resident_bytes([os.getpid(), *marked_processes(run_id)]))
+            self.outcome.peak_resident_bytes = max(self.outcome.peak_resident_bytes, used)
+            await asyncio.sleep(MEMORY_SECONDS)
+
+    async def _watch_progress(self) -> None:
+        """End a run in which no step ends for too long, saying who waits for what."""
+        limit = self._config.run.no_progress_seconds
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            view = self.outcome.view
+            if time.time() - view.last_progress > limit:
+                waits = view.trainer_wait or "nothing that it named"
+                raise RunFailedError(
+                    f"no step ended for {limit:g} s; the trainer waits for {waits}; the last checkpoint stands"
+                )

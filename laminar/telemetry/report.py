@@ -1,0 +1,85 @@
+"""The closing report of a run, from its own `metrics.jsonl`: what a person wants to know when it is over (pure)."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from laminar.telemetry.panel import duration, sparkline
+
+FIRST_STEPS, LAST_STEPS = 3, 5
+"""Steps averaged for the first and the last reward."""
+
+
+def staleness_histogram(steps: Sequence[Mapping[str, Any]]) -> Counter[int]:
+    """Trained trajectories by staleness, over all steps."""
+    histogram: Counter[int] = Counter()
+    for step in steps:
+        for name, value in step.items():
+            if name.startswith("staleness/histogram_"):
+                histogram[int(name.rpartition("_")[2])] += int(value)
+    return histogram
+
+
+def mean_of(steps: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Mean of a metric over steps."""
+    values = [step[name] for step in steps if name in step]
+    return sum(values) / len(values) if values else float("nan")
+
+
+def summarize(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of the report.
+
+    Args:
+        facts: what the supervisor knows: status, seconds, memory, generated tokens.
+        lines: the run's metrics, all lives.
+    """
+    steps = [line for line in lines if line["kind"] == "step"]
+    evaluations = {line["step"]: line["eval/accuracy"] for line in lines if line["kind"] == "evaluation"}
+    seconds = sum(step.get("time/step_seconds", 0.0) for step in steps)
+    generated = float(facts["generated_tokens"])
+    return {
+        "steps": len(steps),
+        "first_reward": mean_of(steps[:FIRST_STEPS], "reward/mean"),
+        "last_reward": mean_of(steps[-LAST_STEPS:], "reward/mean"),
+        "accuracies": evaluations,
+        "staleness": dict(sorted(staleness_histogram(steps).items())),
+        "trained_tokens_per_second": sum(step.get("train/tokens", 0) for step in steps) / seconds if seconds else 0.0,
+        "generated_tokens_per_second": generated / seconds if seconds else 0.0,
+        "generated_during_steps_ratio": float(facts["generated_during_steps"]) / generated if generated else 0.0,
+    }
+
+
+def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The report as a table."""
+    figures = summarize(facts, lines)
+    rewards = [line["reward/mean"] for line in lines if line["kind"] == "step" and "reward/mean" in line]
+    total = sum(figures["staleness"].values()) or 1
+    table = Table(show_header=False, title=f"run {facts['status']}: {facts['reason']}", title_justify="left", box=None)
+    table.add_column(justify="right", style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("steps", f"{figures['steps']} in {duration(float(facts['seconds']))} (start and stop included)")
+    table.add_row(
+        "mean reward",
+        f"first {FIRST_STEPS} steps {figures['first_reward']:.3f} → last {LAST_STEPS} steps {figures['last_reward']:.3f}   "
+        + sparkline(rewards, 60),
+    )
+    for number, accuracy in sorted(figures["accuracies"].items()):
+        table.add_row("greedy accuracy", f"{accuracy:.3f} on held-out prompts at version {number}")
+    table.add_row(
+        "staleness", "   ".join(f"{k}: {n} trajectories ({100 * n / total:.0f} %)" for k, n in figures["staleness"].items())
+    )
+    table.add_row(
+        "throughput",
+        f"trained {figures['trained_tokens_per_second']:.1f} tokens/s, generated {figures['generated_tokens_per_second']:.1f} "
+        f"tokens/s; {100 * figures['generated_during_steps_ratio']:.0f} % of the generated tokens were made while a step ran",
+    )
+    table.add_row(
+        "memory", f"{float(facts['peak_resident_bytes']) / 1e9:.2f} GB resident at the peak, all processes together"
+    )
+    if facts["restarts"]:
+        table.add_row("restarts", ", ".join(f"{role}: {count}" for role, count in facts["restarts"].items()))
+    table.add_row("run folder", str(facts["folder"]))
+    return table

@@ -1,0 +1,155 @@
+"""One engine replica: its process, the weights it holds, and the trajectories that are open on it.
+
+Invariants:
+- `version` is what the engine was last seen to hold, or None: *unknown weights* (dead, or a swap that failed or was not
+  answered). With unknown weights the engine is killed, restarted and reloaded; nothing is generated meanwhile.
+- Open trajectories belong to the engine. `bind` and `close_for_swap` exclude each other through one condition.
+
+It does not know groups, prompts or rewards.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from laminar.config.rollout import EngineConfig
+from laminar.errors import DeadlineError, EngineError, RelayError
+from laminar.types import WeightVersion
+from relay.puller import Puller
+from rollout.engines.client import EngineClient
+from rollout.engines.process import EngineProcess
+
+logger = logging.getLogger("laminar.rollout.replica")
+
+StartEngine = Callable[[Path, WeightVersion], Awaitable[tuple[EngineProcess, EngineClient]]]
+"""Starts an engine on a folder of weights; ready when it returns."""
+
+
+class Replica:
+    """An engine that is kept alive and on known weights."""
+
+    def __init__(self, config: EngineConfig, puller: Puller, start_engine: StartEngine) -> None:
+        self._config, self._puller, self._start_engine = config, puller, start_engine
+        self._process: EngineProcess | None = None
+        self._client: EngineClient | None = None
+        self._changed = asyncio.Condition()
+        self._open = 0
+        self._closed = False
+        self.version: WeightVersion | None = None
+        self.restarts = 0
+        self.last_swap_seconds = 0.0
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine's client.
+
+        Raises:
+            EngineError: while the engine is being restarted.
+        """
+        if self._client is None or self.version is None:
+            raise EngineError("the engine is being restarted")
+        return self._client
+
+    @property
+    def num_open(self) -> int:
+        """Trajectories that are open on this engine."""
+        return self._open
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it admits nothing, because it drains for a swap."""
+        return self._closed
+
+    def is_alive(self) -> bool:
+        """Whether the engine process runs."""
+        return self._process is not None and self._process.is_alive()
+
+    async def start(self) -> None:
+        """Start the engine on the newest complete version."""
+        version = self._puller.latest()
+        if version is None:
+            raise RelayError("no weight version has been published; the trainer publishes version 0 before workers start")
+        with self._puller.lease(version) as path:
+            self._process, self._client = await self._start_engine(path, version)
+        await self._set_version(version)
+
+    async def restart(self) -> None:
+        """Kill the engine, whatever state it is in, and start it anew."""
+        await self._set_version(None)
+        self.restarts += 1
+        await self.kill()
+        await self.start()
+
+    async def kill(self) -> None:
+        """End the engine process."""
+        if self._client is not None:
+            await self._client.close()
+        if self._process is not None:
+            await self._process.kill()
+        self._process = self._client = None
+
+    async def wait_ready(self, seconds: float) -> None:
+        """Wait until the engine holds known weights."""
+        await self._wait_for(lambda: self.version is not None, "the engine to be restarted", seconds)
+
+    @contextlib.asynccontextmanager
+    async def bind(self) -> AsyncIterator[None]:
+        """Hold one open trajectory; a replica that is closed for a swap lets new ones wait."""
+        async with self._changed:
+            self._open += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._open -= 1
+                self._changed.notify_all()
+
+    @contextlib.asynccontextmanager
+    async def close_for_swap(self, max_hold_seconds: float) -> AsyncIterator[bool]:
+        """Admit nothing and wait until no trajectory is open; yields whether that happened in time."""
+        self._closed = True
+        try:
+            await self._wait_for(lambda: self._open == 0, "open trajectories to end before a swap", max_hold_seconds)
+            drained = True
+        except DeadlineError:
+            drained = False
+        try:
+            yield drained
+        finally:
+            self._closed = False
+
+    async def swap(self, version: WeightVersion) -> None:
+        """Give the engine a newer version: pause, update, verify, continue. On any failure the weights are unknown.
+
+        Raises:
+            RelayError: the version is gone (a newer one is there); the engine is untouched.
+            EngineError: the engine refused or did not answer; it must be restarted.
+        """
+        client, started = self.client, time.monotonic()
+        with self._puller.lease(version) as path:
+            await self._set_version(None)
+            running = self._open > 0
+            mode = self._config.swap if running else "retract"
+            await client.pause(mode)
+            await client.update_weights(path, version, flush_cache=mode == "retract")
+            held = await client.weight_version()
+            if held != version:
+                raise EngineError(f"after the swap to {version} the engine says it holds {held}")
+            await client.resume()
+        await self._set_version(version)
+        self.last_swap_seconds = time.monotonic() - started
+
+    async def _set_version(self, version: WeightVersion | None) -> None:
+        async with self._changed:
+            self.version = version
+            self._changed.notify_all()
+
+    async def _wait_for(self, condition: Callable[[], bool], name: str, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(condition)
+        except TimeoutError:
+            raise DeadlineError(name, seconds) from None

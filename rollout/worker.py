@@ -1,0 +1,283 @@
+"""The rollout worker: claims groups, plays their episodes on one engine, submits, follows weights.
+
+Its loops are independent: none waits for training, none waits for a broadcast. A rollout reads the last complete version on
+its own machine. What limits it is admission (the staleness bound, the buffer's bytes) and its own in-flight limit.
+
+It does not know how batches are made or weights are written.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import redis.exceptions
+
+from laminar.cluster.roles import RoleContext
+from laminar.codec import decode_prompt
+from laminar.config.root import LaminarConfig
+from laminar.errors import DeadlineError, EngineError, RelayError, RunFailedError
+from laminar.experience.buffer import ExperienceBuffer
+from laminar.experience.client import connect
+from laminar.experience.prompts import PromptPool
+from laminar.experience.store import ExperienceStore
+from laminar.telemetry.stream import TelemetryWriter
+from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
+from relay.puller import open_puller
+from rollout.evaluation import EvaluationResult, evaluate
+from rollout.player import Player
+from rollout.replica import Replica
+from rollout.start_engine import engine_starter
+
+logger = logging.getLogger("laminar.rollout.worker")
+
+CLAIM_PAUSE_SECONDS = 0.03
+"""Pause after a claim that was refused."""
+REPORT_SECONDS = 0.5
+VERSION_WAIT_SECONDS = 5.0
+ENGINE_CHECK_SECONDS = 0.2
+FAILURE_WINDOW = 64
+"""Ended trajectories over which the share of failures is taken."""
+
+
+class RolloutWorker:
+    """One replica's worker."""
+
+    def __init__(self, context: RoleContext, config: LaminarConfig) -> None:
+        self._context, self._config = context, config
+        self._rollout = config.rollout
+        self._groups: dict[str, asyncio.Task[None]] = {}
+        self._stopping = asyncio.Event()
+        self._evaluations_open = 0
+        self._may_swap = asyncio.Event()
+        self._may_swap.set()
+        self._ended: deque[Trajectory] = deque(maxlen=FAILURE_WINDOW)
+        self._failures: Counter[str] = Counter()
+        self._num_ended = 0
+        self._tokens_of_dead_engines = 0
+        self._engine_tokens = 0
+
+    async def start(self) -> None:
+        """Connect, wait for weights, start the engine."""
+        self._redis = await connect(self._context.redis_url)
+        store = ExperienceStore(self._redis, self._context.run_id)
+        self._pool, self._buffer = PromptPool(store), ExperienceBuffer(store)
+        self._telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)
+        self._player = Player(self._config, worker=self._context.role)
+        puller = open_puller(self._config.relay, self._context.run_id, self._context.node_id)
+        self._puller = puller
+        await puller.wait_newer(None, self._config.trainer.start_seconds)
+        self._replica = Replica(self._rollout.engine, puller, engine_starter(self._context, self._config))
+        await self._replica.start()
+
+    async def run(self) -> None:
+        """Work until stopped.
+
+        Raises:
+            RunFailedError: nearly every trajectory fails; carries the first error's text.
+        """
+        loops = [self._claim_groups(), self._follow_weights(), self._renew_leases(), self._watch_engine(), self._report()]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(loop) for loop in loops]
+                self._group = group
+                await self._stopping.wait()
+                for task in [*tasks, *self._groups.values()]:
+                    task.cancel()
+        except* RunFailedError as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            await self._leave()
+
+    async def stop(self) -> None:
+        """Ask `run` to return; open groups go back to the pool."""
+        self._stopping.set()
+
+    async def evaluate(self, prompts: list[bytes]) -> EvaluationResult:
+        """Answer held-out prompts with the version the engine holds now; its swap is held until the items end.
+
+        Takes no slot of the staleness bound and writes nothing into the buffer.
+        """
+        async with self._hold_swap():
+            await self._replica.wait_ready(self._rollout.engine.start_seconds)
+            return await evaluate(self._player, self._replica, [decode_prompt(p) for p in prompts], self._config)
+
+    @contextlib.asynccontextmanager
+    async def _hold_swap(self) -> AsyncIterator[None]:
+        self._evaluations_open += 1
+        self._may_swap.clear()
+        try:
+            yield
+        finally:
+            self._evaluations_open -= 1
+            if not self._evaluations_open:
+                self._may_swap.set()
+
+    async def _leave(self) -> None:
+        with contextlib.suppress(redis.exceptions.RedisError):
+            await self._pool.give_back(self._context.role, list(self._groups))
+        await self._replica.kill()
+        await self._redis.aclose()
+
+    async def _claim_groups(self) -> None:
+        """Keep the engine busy.
+
+        Consumes: granted claims. Produces: one task a group. Waits for: room in flight, an open engine, admission.
+        Unblocked by: a group's end, a swap's end, a published step.
+        """
+        while True:
+            room = self._rollout.max_in_flight_groups - len(self._groups)
+            version = self._replica.version
+            granted = 0
+            if room > 0 and version is not None and not self._replica.is_closed:
+                try:
+                    claim = await self._pool.claim(self._context.role, version, room, self._rollout.lease_seconds)
+                except redis.exceptions.RedisError as error:
+                    logger.warning("claim: %s", error)
+                else:
+                    granted = len(claim.groups)
+                    for group in claim.groups:
+                        self._groups[group.group_id] = self._group.create_task(self._play_group(group))
+            if not granted:
+                await asyncio.sleep(CLAIM_PAUSE_SECONDS)
+
+    async def _play_group(self, group: ClaimedGroup) -> None:
+        try:
+            async with asyncio.TaskGroup() as members:
+                for member in group.members:
+                    members.create_task(self._play_member(group, member))
+        except* RunFailedError as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            self._groups.pop(group.group_id, None)
+
+    async def _play_member(self, group: ClaimedGroup, member: int) -> None:
+        """Play one member until it has a reward, or its attempts are used up; submit the outcome."""
+        first = group.attempt * self._rollout.max_attempts
+        for attempt in range(first, first + self._rollout.max_attempts):
+            async with self._replica.bind():
+                await self._replica.wait_ready(self._rollout.engine.start_seconds)
+                trajectory = await self._player.play(
+                    self._replica.client, group.prompt, group.group_id, member, attempt, Purpose.TRAIN
+                )
+            self._count(trajectory)
+            if trajectory.failure is None or trajectory.failure.kind is FailureKind.USER_BUG:
+                break
+        await self._submit(trajectory)
+
+    async def _submit(self, trajectory: Trajectory) -> None:
+        """Hand in the outcome; the lease bounds how long it is tried."""
+        deadline = time.monotonic() + self._rollout.lease_seconds
+        while True:
+            try:
+                outcome = await self._buffer.submit(trajectory, self._context.role)
+            except redis.exceptions.RedisError as error:
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("submit %s: %s", trajectory.trajectory_id, error)
+                await asyncio.sleep(CLAIM_PAUSE_SECONDS)
+            else:
+                if outcome.startswith("refused"):
+                    logger.info("submit %s: %s", trajectory.trajectory_id, outcome)
+                return
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self._num_ended += 1
+        self._ended.append(trajectory)
+        if trajectory.failure is None:
+            return
+        self._failures[trajectory.failure.kind] += 1
+        logger.warning("%s: %s: %s", trajectory.trajectory_id, trajectory.failure.kind, trajectory.failure.text)
+        failed = [t.failure for t in self._ended if t.failure is not None]
+        if len(self._ended) >= FAILURE_WINDOW // 4 and len(failed) > self._rollout.max_failure_ratio * len(self._ended):
+            raise RunFailedError(
+                f"{len(failed)} of the last {len(self._ended)} trajectories failed; the first: "
+                f"{failed[0].kind}: {failed[0].text}"
+            )
+
+    async def _follow_weights(self) -> None:
+        """Keep the engine on the newest complete version.
+
+        Consumes: versions on this machine. Produces: swaps. Waits for: a newer version; the end of an evaluation; then, in
+        mode `trajectory`, an engine with no open trajectory. Unblocked by: the last open trajectory, or `max_hold_seconds`.
+        """
+        while True:
+            await self._replica.wait_ready(self._rollout.engine.start_seconds)
+            try:
+                newer = await self._puller.wait_newer(self._replica.version, VERSION_WAIT_SECONDS)
+            except DeadlineError:
+                continue
+            await self._may_swap.wait()
+            try:
+                if self._rollout.effective_weight_update == "trajectory":
+                    async with self._replica.close_for_swap(self._rollout.max_hold_seconds) as drained:
+                        if not drained:
+                            logger.warning("held for %s s: swapping in flight", self._rollout.max_hold_seconds)
+                        await self._replica.swap(self._puller.latest() or newer)
+                else:
+                    await self._replica.swap(newer)
+            except RelayError as error:
+                logger.info("swap to %s: %s", newer, error)
+            except EngineError as error:
+                await self._restart_engine(str(error))
+
+    async def _watch_engine(self) -> None:
+        """Restart an engine that died."""
+        while True:
+            await asyncio.sleep(ENGINE_CHECK_SECONDS)
+            if self._replica.version is not None and not self._replica.is_alive():
+                await self._restart_engine("its process ended")
+
+    async def _restart_engine(self, reason: str) -> None:
+        logger.warning("engine: %s; restarting it", reason)
+        await self._telemetry.emit("notice", fields={"text": f"engine restarted: {reason}"})
+        if self._replica.restarts >= self._config.run.max_restarts:
+            raise RunFailedError(
+                f"the engine of {self._context.role} was restarted {self._replica.restarts} times: {reason}"
+            )
+        self._tokens_of_dead_engines, self._engine_tokens = self._tokens_of_dead_engines + self._engine_tokens, 0
+        await self._replica.restart()
+
+    async def _renew_leases(self) -> None:
+        """Renew what is being played; give up what was lost to another worker."""
+        while True:
+            await asyncio.sleep(self._rollout.lease_seconds / 4)
+            try:
+                lost = await self._pool.renew(self._context.role, list(self._groups), self._rollout.lease_seconds)
+            except redis.exceptions.RedisError as error:
+                logger.warning("renew: %s", error)
+                continue
+            for group_id in lost:
+                if task := self._groups.get(group_id):
+                    logger.info("group %s was lost or evicted; aborting it", group_id)
+                    task.cancel()
+
+    async def _report(self) -> None:
+        """Say how the replica is doing."""
+        while True:
+            await self._telemetry.emit("worker", await self._measure())
+            await asyncio.sleep(REPORT_SECONDS)
+
+    async def _measure(self) -> dict[str, float]:
+        metrics: dict[str, Any] = {
+            "worker/open_trajectories": self._replica.num_open,
+            "worker/finished_trajectories": self._num_ended,
+            "worker/version_number": -1 if self._replica.version is None else self._replica.version.number,
+            "worker/engine_restarts": self._replica.restarts,
+            "weights/swap_seconds": self._replica.last_swap_seconds,
+            **{f"rollout/failures_{kind}": count for kind, count in self._failures.items()},
+        }
+        try:
+            load = await self._replica.client.loads()
+        except EngineError:
+            load = None
+        if load is not None:
+            self._engine_tokens = load.generated_tokens
+            metrics["engine/running"] = load.running
+            metrics["engine/waiting"] = load.waiting
+            metrics["engine/kv_use_ratio"] = load.used_tokens / max(load.capacity_tokens, 1)
+        metrics["engine/generated_tokens"] = self._tokens_of_dead_engines + self._engine_tokens
+        return metrics
