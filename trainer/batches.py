@@ -62,7 +62,7 @@ def plan_micro_batches(
 ) -> RankPlan:
     """Deal the rows of one mini-batch to ranks and micro-batches.
 
-    Two orders are tried, rows of a prompt together and all rows by length; the one whose busiest rank computes less is taken.
+    Two orders are tried, rows of a prompt together and all rows by length; the one with the less busy busiest rank is taken.
 
     Args:
         rows: the rows; a micro-batch names them by index.

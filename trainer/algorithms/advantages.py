@@ -39,8 +39,8 @@ def group_advantages(
     values = np.array([np.nan if reward is None else reward for reward in rewards], np.float64)
     advantages = np.zeros(len(rewards), np.float64)
     places_of: dict[str, list[int]] = {}
-    for place in np.flatnonzero(good):
-        places_of.setdefault(group_ids[place], []).append(int(place))
+    for place in np.flatnonzero(good).tolist():
+        places_of.setdefault(group_ids[place], []).append(place)
     for places in places_of.values():
         advantages[places] = _relative(values[places], std, std_epsilon, variance_tolerance)
     return advantages, good

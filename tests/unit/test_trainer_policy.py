@@ -1,0 +1,168 @@
+"""Case D07 and the policy's promise: the values and gradients of a plain transformers forward."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from laminar.errors import ConfigError, InvariantError
+from laminar.types import Chain, WeightVersion, given, sampled
+from trainer.packing import make_row, pack_rows
+from trainer.policy import Policy, can_share_prompts, score_tokens
+
+VERSION = WeightVersion(0, 0)
+CPU = torch.device("cpu")
+
+
+def tiny_llama(**fields):
+    torch.manual_seed(0)
+    config = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "tie_word_embeddings": True, "pad_token_id": 0, **fields}
+    return LlamaForCausalLM(LlamaConfig(**config)).double()
+
+
+def chain_of(generator, *lengths):
+    """Given and sampled segments in turn, beginning with a given one."""
+    draw = [generator.integers(1, 37, length) for length in lengths]
+    return Chain(
+        tuple(given(ids) if i % 2 == 0 else sampled(ids, -np.ones(len(ids)), VERSION) for i, ids in enumerate(draw))
+    )
+
+
+def row_of(chain, name="t", prompt=0, temperature=1.0):
+    tokens = int(chain.mask().sum())
+    return make_row(chain, name=name, prompt=prompt, temperature=temperature, advantage=1.0, sequence_tokens=tokens)
+
+
+def make_rows():
+    """Two groups with prompts of unlike lengths, unlike responses, one with a tool's answer in the middle."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for prompt, length in enumerate([5, 3]):
+        start = chain_of(generator, length).segments
+        for tail in ([4], [1], [2, 3, 2]):
+            chain = Chain(start + chain_of(generator, 0, *tail).segments[1:])
+            rows.append(row_of(chain, f"t{len(rows)}", prompt, temperature=0.5 + 0.25 * len(rows)))
+    return rows
+
+
+def forward(model, rows, share, max_logits_bytes=2**28):
+    packed = pack_rows(rows, share_prompts=share, device=CPU)
+    shared = packed.prompts
+    extra = (shared.token_ids, shared.lengths, shared.of_row) if shared else ()
+    logprobs, entropy = Policy(model, max_logits_bytes)(packed.token_ids, packed.mask, packed.temperature, *extra)
+    return logprobs, entropy, packed
+
+
+def gradients(model, logprobs, packed):
+    model.zero_grad()
+    weights = torch.arange(1, len(packed.names) + 1, dtype=logprobs.dtype)[:, None]
+    (logprobs * weights).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def naive(model, rows):
+    """One row at a time, no padding, all logits: the log-probs and entropies of the trained places, row after row."""
+    for row in rows:
+        logits = model(input_ids=torch.tensor(row.token_ids[None], dtype=torch.int64)).logits[0] / row.temperature
+        distribution = torch.distributions.Categorical(logits=logits)
+        places = torch.tensor(np.flatnonzero(row.mask))
+        tokens = torch.tensor(row.token_ids, dtype=torch.int64)[places]
+        logprobs = logits.log_softmax(-1)[places - 1, tokens]
+        yield logprobs, distribution.entropy()[places - 1]
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [2**28, 1024])
+def test_values_and_gradients_equal_a_plain_forward(share, chunk_bytes):
+    model, rows = tiny_llama(), make_rows()
+    logprobs, entropy, packed = forward(model, rows, share, chunk_bytes)
+    assert (logprobs[~packed.mask] == 0).all()
+    expected = list(naive(model, rows))
+    torch.testing.assert_close(logprobs[packed.mask], torch.cat([row[0] for row in expected]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(entropy[packed.mask], torch.cat([row[1] for row in expected]), rtol=1e-9, atol=1e-9)
+    ours = gradients(model, logprobs, packed)
+    model.zero_grad()
+    sum(weight * row[0].sum() for weight, row in enumerate(naive(model, rows), start=1)).backward()
+    assert relative_difference(ours, {name: parameter.grad for name, parameter in model.named_parameters()}) < 1e-7
+
+
+def test_shared_prompts_change_no_gradient_in_float32():
+    model, rows = tiny_llama().float(), make_rows()
+    plain, shared = (gradients(model, *forward(model, rows, share)[::2]) for share in (False, True))
+    assert relative_difference(shared, plain) < 1e-6
+
+
+def relative_difference(ours, theirs):
+    """Largest over parameters, each relative to its own gradient's norm (transformers' norm layers round to float32 inside)."""
+    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
+
+
+def test_a_model_with_learned_positions_shares_prompts_too():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=37, n_positions=32, n_embd=16, n_layer=2, n_head=2)).double().eval()
+    rows = make_rows()
+    for share in (False, True):
+        logprobs, _, packed = forward(model, rows, share)
+        torch.testing.assert_close(logprobs[packed.mask], torch.cat([row[0] for row in naive(model, rows)]))
+
+
+def test_a_micro_batch_of_nothing_gives_zero_gradients_everywhere():
+    model = tiny_llama()
+    logprobs, _, packed = forward(model, [], share=False)
+    assert all((gradient == 0).all() for gradient in gradients(model, logprobs, packed).values())
+
+
+@pytest.mark.parametrize(
+    ("temperature", "expected"),
+    [
+        (0.7, [-0.270674, -1.699245, -3.127817, -4.556388]),
+        (1.0, [-0.440190, -1.440190, -2.440190, -3.440190]),
+        (1.5, [-0.648333, -1.314999, -1.981666, -2.648333]),
+        (0.0, [-0.440190, -1.440190, -2.440190, -3.440190]),
+    ],
+)
+def test_logprobs_and_entropy_are_of_the_tempered_distribution(temperature, expected):
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(4, 4)
+    logprobs, entropy = score_tokens(logits, torch.arange(4), torch.full((4,), temperature))
+    torch.testing.assert_close(logprobs, torch.tensor(expected), atol=1e-5, rtol=0)
+    assert entropy[0].item() == pytest.approx(-sum(np.exp(p) * p for p in expected), abs=1e-5)
+
+
+def test_an_impossible_token_leaves_the_entropy_defined():
+    _, entropy = score_tokens(torch.tensor([[0.0, 0.0, -torch.inf]]), torch.tensor([0]), torch.ones(1))
+    assert entropy.item() == pytest.approx(np.log(2), abs=1e-6)
+
+
+def test_tokens_after_the_last_trained_one_are_cut_off():
+    chain = Chain((given([1, 2]), sampled([3, 4], [-1, -1], VERSION), given([5, 6, 7])))
+    row = row_of(chain)
+    assert row.token_ids.tolist() == [1, 2, 3, 4]
+    assert (row.shape.prompt_tokens, row.shape.response_tokens) == (2, 2)
+
+
+def test_masks_come_from_lengths_so_a_pad_equal_to_an_end_id_stays_trained():
+    answers = ([5, 6, 0], [5, 21], [5, 6, 7, 8], [5, 6, 7, 0])
+    rows = [row_of(Chain((given([9]), sampled(ids, [-1.0] * len(ids), VERSION)))) for ids in answers]
+    mask = pack_rows(rows, share_prompts=True, device=CPU).mask
+    assert mask.int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+
+
+def test_a_row_without_a_prompt_is_refused_by_name():
+    with pytest.raises(InvariantError, match="trajectory t7"):
+        row_of(Chain((sampled([1], [-1.0], VERSION),)), name="t7")
+
+
+def test_sliding_windows_turn_sharing_off():
+    assert can_share_prompts(tiny_llama())
+    sliding = MistralConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, sliding_window=4
+    )
+    assert not can_share_prompts(MistralForCausalLM(sliding))
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused():
+    model = tiny_llama()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ConfigError, match="final_logit_softcapping = 30"):
+        Policy(model)

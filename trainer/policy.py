@@ -1,0 +1,152 @@
+"""The policy: a Hugging Face causal model that answers with log-probs of given tokens, and the entropy there.
+
+It is the module that DeepSpeed wraps, so everything that touches parameters happens inside its forward.
+Invariants: log-probs and entropy come from one distribution, the logits over the sampling temperature, in float32;
+logits exist only at trained places, and at most `max_logits_bytes` of them at once;
+sharing prompts changes neither values nor gradients.
+
+Shapes: B rows, T tokens, P distinct prompts, N trained places, H hidden, V vocabulary.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from laminar.errors import ConfigError
+
+_SCALED_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+"""Config entries of models that change the logits after the head, and the values that do nothing."""
+
+
+class Policy(nn.Module):
+    """Log-probs of given tokens under a causal model.
+
+    Args:
+        model: a causal model with a trunk (`base_model`) and an output head.
+        max_logits_bytes: beyond this, logits are made chunk by chunk, and again in the backward pass.
+
+    Raises:
+        ConfigError: if the model changes its logits after the head, which this class would miss.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_logits_bytes: int = 256 * 1024**2) -> None:
+        super().__init__()
+        for name, neutral in _SCALED_LOGITS.items():
+            if getattr(model.config, name, neutral) not in (neutral, None):
+                raise ConfigError(
+                    f"model.path: its config has {name} = {getattr(model.config, name)}, which is not supported"
+                )
+        self.model = model
+        self._max_logits_bytes = max_logits_bytes
+        parameters = inspect.signature(type(model.base_model).forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+
+    def forward(
+        self,
+        token_ids_BT: Tensor,
+        mask_BT: Tensor,
+        temperature_B: Tensor,
+        prompt_ids_PT: Tensor | None = None,
+        prompt_lengths_P: Tensor | None = None,
+        prompt_of_row_B: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Score rows, padded on the right.
+
+        Args:
+            token_ids_BT: int64; whole rows, or what follows the prompt if prompts are given.
+            mask_BT: bool, the places to score; never the first place of a whole row.
+            temperature_B: the rows' sampling temperatures.
+            prompt_ids_PT: distinct prompts, computed once each.
+            prompt_lengths_P: their lengths.
+            prompt_of_row_B: which prompt each row follows.
+
+        Returns:
+            (B, T) log-probs with gradient, and (B, T) entropies in nats without; both 0 where nothing is asked.
+        """
+        if prompt_ids_PT is None:
+            hidden_BTH = self._trunk(token_ids_BT[:, :-1]).last_hidden_state
+            scored_BT = mask_BT[:, 1:]
+            targets_BT = token_ids_BT[:, 1:]
+        else:
+            assert prompt_lengths_P is not None
+            assert prompt_of_row_B is not None
+            hidden_BTH = self._after_prompts(token_ids_BT, prompt_ids_PT, prompt_lengths_P, prompt_of_row_B)
+            scored_BT, targets_BT = mask_BT, token_ids_BT
+        temperature_N = temperature_B[:, None].expand_as(scored_BT)[scored_BT]
+        logprobs_N, entropy_N = self._score(hidden_BTH[scored_BT], targets_BT[scored_BT], temperature_N)
+        empty_BT = torch.zeros(mask_BT.shape, dtype=logprobs_N.dtype, device=mask_BT.device)
+        return empty_BT.masked_scatter(mask_BT, logprobs_N), empty_BT.masked_scatter(mask_BT, entropy_N)
+
+    def _after_prompts(
+        self, token_ids_BT: Tensor, prompt_ids_PT: Tensor, lengths_P: Tensor, prompt_of_row_B: Tensor
+    ) -> Tensor:
+        """Hidden states that predict the tokens after the prompts: the prompt's last, then those of the tokens but the last.
+
+        Keys and values of a prompt are made once and repeated by index to its rows, whose gradients add up there.
+        """
+        num_rows, width = token_ids_BT.shape
+        cache = DynamicCache(config=self.model.config)
+        prompt_hidden_PTH = self._trunk(prompt_ids_PT, cache=cache).last_hidden_state
+        last_PH = prompt_hidden_PTH[torch.arange(len(lengths_P), device=lengths_P.device), lengths_P - 1]
+        last_B1H = last_PH.index_select(0, prompt_of_row_B)[:, None]
+        if width == 1:
+            return last_B1H
+        for layer in cache.layers:
+            layer.keys = layer.keys.index_select(0, prompt_of_row_B)
+            layer.values = layer.values.index_select(0, prompt_of_row_B)
+        lengths_B = lengths_P.index_select(0, prompt_of_row_B)
+        places_T = torch.arange(prompt_ids_PT.shape[1], device=lengths_P.device)
+        seen_BT = torch.cat(
+            [places_T < lengths_B[:, None], lengths_B.new_ones(num_rows, width - 1, dtype=torch.bool)], dim=1
+        )
+        hidden_BTH = self._trunk(
+            token_ids_BT[:, :-1],
+            cache=cache,
+            attention_mask=seen_BT.long(),
+            position_ids=lengths_B[:, None] + torch.arange(width - 1, device=lengths_P.device),
+        ).last_hidden_state
+        return torch.cat([last_B1H, hidden_BTH], dim=1)
+
+    def _trunk(self, token_ids_BT: Tensor, cache: DynamicCache | None = None, **arguments: Tensor) -> Any:
+        known = {} if cache is None else {self._cache_argument: cache}
+        return self.model.base_model(input_ids=token_ids_BT, use_cache=cache is not None, **known, **arguments)
+
+    def _score(self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings()
+        rows = max(1, self._max_logits_bytes // (4 * head.weight.shape[0]))
+        if len(hidden_NH) <= rows:
+            return score_tokens(head(hidden_NH), targets_N, temperature_N)
+
+        def score_chunk(hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+            return score_tokens(head(hidden_NH), targets_N, temperature_N)
+
+        chunks = zip(hidden_NH.split(rows), targets_N.split(rows), temperature_N.split(rows), strict=True)
+        scores = [checkpoint(score_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
+
+
+def score_tokens(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of targets, and entropies, of the distribution softmax(logits / temperature).
+
+    A temperature of 0 (greedy) reports the untempered distribution, as engines do.
+
+    Returns:
+        (N,) log-probs with gradient, (N,) entropies in nats without; float32, or float64 for float64 logits.
+    """
+    temperature_N = torch.where(temperature_N > 0, temperature_N, 1.0)
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature_N[:, None]
+    logprobs_NV = logits_NV.log_softmax(dim=-1)
+    with torch.no_grad():
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV).nan_to_num(nan=0.0).sum(dim=-1)
+    return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+
+
+def can_share_prompts(model: PreTrainedModel) -> bool:
+    """Whether every layer keeps plain keys and values of all tokens (no sliding window, no recurrent state)."""
+    layers = DynamicCache(config=model.config).layers
+    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
