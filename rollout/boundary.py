@@ -1,7 +1,7 @@
 """The boundary between an episode and the user's code: whatever escapes that code becomes a failure with its kind.
 
 Invariants: no exception but `EpisodeError` (and our own cancellation) leaves `guard`; it returns or raises within its
-deadline, even if the user's coroutine swallows its cancellation. A coroutine that blocks the event loop cannot be interrupted.
+deadline, even if the user's coroutine swallows its cancellation. One that blocks the event loop cannot be interrupted.
 This module does not know what the called code is for.
 """
 

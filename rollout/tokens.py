@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A `transformers` tokenizer from a local folder."""
+    """A `transformers` tokenizer."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
@@ -109,13 +109,15 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> HuggingFaceTokenizer:
-    """The tokenizer in a local folder; nothing is downloaded.
+    """The tokenizer in a local folder, from which nothing is downloaded, or of a model on the Hugging Face hub.
 
     Raises:
         ConfigError: there is none.
     """
     try:
-        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True), str(folder))
+        return HuggingFaceTokenizer(
+            AutoTokenizer.from_pretrained(str(folder), local_files_only=Path(folder).is_dir()), str(folder)
+        )
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
