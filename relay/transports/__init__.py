@@ -1,0 +1,1 @@
+"""How versions reach other machines."""

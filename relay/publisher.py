@@ -1,0 +1,184 @@
+"""The trainer's side: puts complete weight versions into this machine's store, at the speed of a memory copy.
+
+Invariants: one publisher a store; a version appears by one rename, after its last byte was checksummed; whatever fails or
+dies before that leaves the older versions as they were; numbers only rise within a lineage, and a newer lineage supersedes.
+Does not know how tensors are gathered (`trainer.publishing`), who reads, or other machines.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from laminar.config.root import LaminarConfig
+from laminar.errors import ConfigError, RelayError
+from laminar.types import WeightVersion
+from relay.locks import FileLock
+from relay.manifest import CHUNK_BYTES, Layout, Manifest, load_layout
+from relay.slots import Slot
+from relay.store import MANIFEST_NAME, PUBLISHER, WEIGHTS_NAME, VersionStore, kept_versions, open_store
+from relay.writing import fill_slot
+
+MODEL_FILE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
+"""What of a model folder goes into every version: config, tokenizer, chat template, the model's own code; no weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What one `publish` did.
+
+    Attributes:
+        seconds: how long it took.
+        bytes: weight bytes written; 0 if none were.
+        skipped: true if the version is not in the store and may be offered again.
+        reason: why nothing was written; empty if the version was.
+    """
+
+    seconds: float
+    bytes: int
+    skipped: bool
+    reason: str
+
+
+class Publisher:
+    """Writes weight versions into a store. Every trainer rank makes one; only rank 0 writes.
+
+    Args:
+        store: this machine's store.
+        model_files: folder of the Hugging Face model whose config and tokenizer go with the weights.
+        rank: this trainer rank.
+        world_size: number of trainer ranks, each with the full weights.
+        chunk_bytes: length of a checksummed piece.
+
+    Raises:
+        RelayError: if another living process publishes into the store.
+        ConfigError: if `model_files` has no config.json.
+    """
+
+    def __init__(
+        self, store: VersionStore, model_files: Path, *, rank: int = 0, world_size: int = 1, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._chunk_bytes = chunk_bytes
+        self._layout: Layout | None = None
+        self._slots: list[Slot] = []
+        self._lock: FileLock | None = None
+        if rank == 0:
+            self._lock = store.hold(PUBLISHER)
+            store.clean_partial()
+            stage_model_files(model_files, store.model_files)
+
+    def prepare(self, layout: Layout) -> None:
+        """Fix the layout; allocate and touch the slots, which takes seconds per gigabyte: do it before training starts.
+
+        Raises:
+            EnvironmentSetupError: if the machine has no room for the slots.
+            RelayError: if another layout was fixed before.
+        """
+        if self._rank != 0:
+            return
+        if self._layout is not None and self._layout != layout:
+            raise RelayError("the layout of the weights is fixed at the first publish and cannot change")
+        if self._layout is None:
+            self._slots = self._store.prepare_slots(layout.file_bytes)
+            self._layout = layout
+
+    def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishReport:
+        """Make a version visible to this machine's readers, or nothing at all.
+
+        Publishing a version that is there already does nothing. With every slot leased the version is skipped: offer it
+        again.
+
+        Args:
+            version: newer than all that were published before.
+            tensors: (name, values), in any order; cast to the layout's number type.
+
+        Raises:
+            RelayError: if a newer version exists, or a tensor does not fit the layout (named); nothing is published then.
+            EnvironmentSetupError: at the first publish, as `prepare`.
+        """
+        started = time.perf_counter()
+        if self._rank != 0:
+            return PublishReport(0.0, 0, skipped=False, reason=f"rank {self._rank} of {self._world_size} does not write")
+        complete = self._store.versions()
+        if version in complete:
+            return PublishReport(time.perf_counter() - started, 0, skipped=False, reason=f"{version} is complete already")
+        if complete and version < complete[-1]:
+            raise RelayError(f"weight version {version} is older than {complete[-1]}, which is complete")
+        layout = self._layout
+        if layout is None:
+            tensors = list(tensors)
+            layout = load_layout(tensors)
+            self.prepare(layout)
+        slot = self._store.claim_slot(self._slots)
+        if slot is None:
+            return PublishReport(time.perf_counter() - started, 0, skipped=True, reason=self._why_full())
+        try:
+            checksums = fill_slot(slot, layout, tensors, self._chunk_bytes)
+            self._reveal(version, slot, layout, checksums)
+        finally:
+            slot.unlock()
+        self._store.prune()
+        return PublishReport(time.perf_counter() - started, layout.file_bytes, skipped=False, reason="")
+
+    def close(self) -> None:
+        """Stop publishing; the versions stay."""
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+        if self._lock is not None:
+            self._lock.release()
+
+    def _reveal(self, version: WeightVersion, slot: Slot, layout: Layout, checksums: tuple[str, ...]) -> None:
+        manifest = Manifest(
+            version=version,
+            run_id=self._store.run_id,
+            tensors=layout.tensors,
+            tied=layout.tied,
+            file_bytes=layout.file_bytes,
+            chunk_bytes=self._chunk_bytes,
+            checksums=checksums,
+        )
+        folder = self._store.partial_folder(version)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        for path in self._store.model_files.iterdir():
+            os.link(path, folder / path.name)
+        (folder / MANIFEST_NAME).write_text(manifest.to_json())
+        os.link(slot.path, folder / WEIGHTS_NAME)
+        # Unlocked first: a reader that finds the name must find the slot free to share.
+        slot.unlock()
+        os.rename(folder, self._store.folder_of(version))
+
+    def _why_full(self) -> str:
+        complete = self._store.versions()
+        leased = [str(v) for v in complete if v not in kept_versions(complete, self._store.keep_versions)]
+        return f"all {len(self._slots)} slots are kept or leased; versions still read besides the kept: {', '.join(leased)}"
+
+
+def open_publisher(
+    config: LaminarConfig, run_id: str, node_id: str, model_files: Path, *, rank: int, world_size: int
+) -> Publisher:
+    """The publisher of a run's store on this machine; the arguments are `Publisher`'s, and so are the errors."""
+    return Publisher(open_store(config, run_id, node_id), model_files, rank=rank, world_size=world_size)
+
+
+def stage_model_files(source: Path, target: Path) -> None:
+    """Copy config, tokenizer and the like from a model folder, replacing what was there.
+
+    Raises:
+        ConfigError: if there is no config.json.
+    """
+    if not (source / "config.json").is_file():
+        raise ConfigError(f"model folder {str(source)!r} has no config.json: set model.path to a Hugging Face model")
+    for path in target.iterdir():
+        path.unlink()
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in MODEL_FILE_SUFFIXES and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)
