@@ -1,0 +1,185 @@
+"""What the data module answers, as frozen values.
+
+This module does not know how the answers are made.
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from laminar.types import ClaimedGroup, GroupHeader, WeightVersion
+
+
+class SubmitOutcome(enum.StrEnum):
+    """What became of a submitted trajectory; only `accepted` counts."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    REFUSED_UNKNOWN = "refused_unknown"
+    REFUSED_LOST = "refused_lost"
+    REFUSED_STALE = "refused_stale"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Groups to play.
+
+    Attributes:
+        groups: those granted.
+        refused: why fewer than asked were granted: `staleness`, `bytes`, `end_of_data`, `not_ready`, `old_lineage`.
+        published: the newest published version; `0.0` until a lineage is open.
+    """
+
+    groups: tuple[ClaimedGroup, ...]
+    refused: str | None
+    published: WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Trajectories by where they stand; groups leave as a whole, single members only as failed.
+
+    Attributes:
+        admitted: all that were ever admitted.
+        running: not submitted yet.
+        buffered: submitted, not taken.
+        taken: in a step that is not published.
+        trained: in a published step.
+        evicted: by reason.
+        filtered: dropped for carrying no signal.
+        failed: by failure kind; `given_up` after the last attempt's lease, `too_few_siblings` with their group.
+        reissued: of those evicted, how many have their prompt issued again.
+        refused_claims: claims that were granted nothing, by reason.
+        waited_for_memory_seconds: time that accepted trajectories waited because the server's memory was full.
+    """
+
+    admitted: int = 0
+    running: int = 0
+    buffered: int = 0
+    taken: int = 0
+    trained: int = 0
+    filtered: int = 0
+    evicted: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    reissued: int = 0
+    refused_claims: dict[str, int] = field(default_factory=dict)
+    waited_for_memory_seconds: float = 0.0
+
+    @property
+    def num_evicted(self) -> int:
+        """Evicted for whatever reason."""
+        return sum(self.evicted.values())
+
+    @property
+    def num_failed(self) -> int:
+        """Failed in whatever way."""
+        return sum(self.failed.values())
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether every admitted trajectory is in exactly one place (DESIGN section 4, rule 1)."""
+        ended = self.trained + self.num_evicted + self.filtered + self.num_failed
+        return self.admitted == self.running + self.buffered + self.taken + ended
+
+    @classmethod
+    def from_flat(cls, flat: Iterable[Any]) -> "Counters":
+        """Read the stored form: name, number, name, number, ..."""
+        items = iter(flat)
+        numbers = {_text(name): int(_text(number)) for name, number in zip(items, items, strict=True)}
+
+        def by_kind(prefix: str) -> dict[str, int]:
+            return {name.removeprefix(prefix): n for name, n in sorted(numbers.items()) if name.startswith(prefix) and n}
+
+        plain = ("admitted", "running", "buffered", "taken", "trained", "filtered", "reissued")
+        return cls(
+            **{name: numbers.get(name, 0) for name in plain},
+            evicted=by_kind("evicted:"),
+            failed=by_kind("failed:"),
+            refused_claims=by_kind("refused:"),
+            waited_for_memory_seconds=numbers.get("waited_for_memory_ms", 0) / 1000,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All outstanding groups at one moment.
+
+    Attributes:
+        published: the newest published version.
+        headers: in order of admission; without groups that left a taken batch.
+        end_of_data: no prompt is left to admit.
+        counters: of trajectories.
+        num_held: slots held by groups that left a taken batch, until its publish.
+        reserved_bytes: payload bytes set aside for outstanding groups, or held until their ack.
+    """
+
+    published: WeightVersion
+    headers: tuple[GroupHeader, ...]
+    end_of_data: bool
+    counters: Counters
+    num_held: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The data cursor at a published number, for the checkpoint of that number.
+
+    Every prompt before the cursor is done with (trained, filtered, failed or evicted for good), but the pending ones.
+
+    Attributes:
+        version: the published version it belongs to.
+        epoch: pass over the data, from 0.
+        cursor: place in that epoch's order of the first prompt that was never admitted.
+        pending: (epoch, place, times issued again) of prompts admitted but not trained, in the order to issue them again.
+        next_admission: index of the next admission.
+        counters: stored form of the counters.
+    """
+
+    lineage: int = 0
+    number: int = 0
+    epoch: int = 0
+    cursor: int = 0
+    next_admission: int = 0
+    pending: tuple[tuple[int, int, int], ...] = ()
+    counters: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, strings and numbers."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Frontier":
+        """Read what `to_json` gave.
+
+        Raises:
+            msgspec.ValidationError: if it is anything else.
+        """
+        return msgspec.convert(data, cls)
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What opening a lineage did, in groups: kept ready, evicted as orphaned, prompts to be issued again."""
+
+    kept: int
+    orphaned: int
+    reissued: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that ended badly: kind `failure`, `given_up`, `failed`, `evicted` or `filtered`, the group, and details."""
+
+    event_id: str
+    kind: str
+    group_id: str
+    detail: str
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,95 @@
+"""Connections to the data module's server, which may be ours or any other that speaks the Redis protocol.
+
+Invariants: every wait on the network has a deadline; a password never appears in a message. A connection does not retry by
+itself: retrying is safe only around a whole idempotent request, so `ExperienceStore` does it.
+
+This module does not know what is stored.
+"""
+
+from urllib.parse import urlsplit
+
+import redis
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from laminar.errors import ConfigError, EnvironmentSetupError
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+"""Longest wait for one answer; a script takes milliseconds, a 64 MB payload over a network takes seconds."""
+MAX_CONNECTIONS = 16
+NEEDED_POLICY = "noeviction"
+
+
+async def connect(url: str) -> Redis:
+    """A client whose server has answered once.
+
+    Args:
+        url: `redis://`, `rediss://` or `unix://`, with user, password and database as redis-py reads them.
+
+    Raises:
+        ConfigError: the URL cannot be read.
+        EnvironmentSetupError: nobody answers there, or the password is refused.
+    """
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=ANSWER_SECONDS,
+            socket_timeout=ANSWER_SECONDS,
+            socket_connect_timeout=CONNECT_SECONDS,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"experience.redis_url {hide_password(url)!r} cannot be read ({error}); use redis://, rediss:// or unix://"
+        ) from None
+    client = Redis.from_pool(pool)
+    try:
+        await client.ping()
+    except (redis.RedisError, OSError) as error:
+        await client.aclose()
+        raise EnvironmentSetupError(
+            f"no usable Redis at {hide_password(url)} ({_reason(error)}); start one there, correct experience.redis_url, "
+            'or set it to "embedded" for the bundled server'
+        ) from error
+    return client
+
+
+async def check_server(client: Redis) -> None:
+    """Refuse a server that could lose data silently.
+
+    Raises:
+        EnvironmentSetupError: the server may evict keys, runs in cluster mode, or is too old for our scripts.
+    """
+    server = await client.info("server")
+    memory = await client.info("memory")
+    version = str(server.get("redis_version", "0"))
+    if int(version.partition(".")[0]) < 7:
+        raise EnvironmentSetupError(f"Redis {version} is too old: Laminar needs Redis 7 or Valkey, or the bundled server")
+    if server.get("redis_mode", server.get("server_mode")) == "cluster":
+        raise EnvironmentSetupError(
+            "Redis runs in cluster mode, but one script must see all keys of a run: "
+            "point experience.redis_url to a single server"
+        )
+    policy = str(memory.get("maxmemory_policy", NEEDED_POLICY))
+    if policy != NEEDED_POLICY:
+        raise EnvironmentSetupError(
+            f"Redis has maxmemory-policy {policy}, which may delete trajectories: "
+            f"run `redis-cli config set maxmemory-policy {NEEDED_POLICY}` there, or use another server"
+        )
+
+
+def hide_password(url: str) -> str:
+    """The URL for messages: a password in it, or among its options, is starred."""
+    parts = urlsplit(url)
+    shown = url
+    if "@" in parts.netloc:
+        user, colon, _ = parts.netloc.rpartition("@")[0].partition(":")
+        shown = url.replace(parts.netloc, f"{user}{colon}{'***' if colon else ''}@{parts.netloc.rpartition('@')[2]}", 1)
+    return shown if "password=" not in shown else shown.partition("password=")[0] + "password=***"
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().rstrip(".") or type(error).__name__

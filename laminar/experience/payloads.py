@@ -1,0 +1,107 @@
+"""How taken groups are read: where their payloads lie, then the payloads, over a few connections at once.
+
+Invariant: whatever is missing is an error that names it; nothing is skipped silently.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from laminar.codec import decode_trajectory
+from laminar.errors import ExperienceError
+from laminar.experience.store import ExperienceStore
+from laminar.types import Trajectory, trajectory_id
+
+NUM_CONNECTIONS = 4
+MAX_CHUNK_BYTES = 4 * 1024**2
+
+
+class _Record(msgspec.Struct):
+    """A member's stored record; a failed member has no payload."""
+
+    bytes: int
+    payload: str | None = None
+
+
+_records = msgspec.msgpack.Decoder(_Record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one member's payload lies."""
+
+    group_id: str
+    member: int
+    key: str
+    num_bytes: int
+
+
+async def fetch_groups(store: ExperienceStore, group_ids: Sequence[str]) -> list[tuple[Trajectory, ...]]:
+    """The good members of each group, in the given order, members in member order.
+
+    Raises:
+        ExperienceError: a group or a payload is gone.
+    """
+    places = await store.insist("locate", lambda: _locate(store, group_ids))
+    limit = asyncio.Semaphore(NUM_CONNECTIONS)
+
+    async def read(chunk: list[_Place]) -> list[Trajectory]:
+        async with limit:
+            frames = await store.insist("fetch", lambda: store.client.execute_command("MGET", *(p.key for p in chunk)))
+        return [_decoded(place, frame) for place, frame in zip(chunk, frames, strict=True)]
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            reads = [tasks.create_task(read(chunk)) for chunk in _chunks(places)]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group
+    by_group: dict[str, list[Trajectory]] = {group_id: [] for group_id in group_ids}
+    for trajectory in (trajectory for task in reads for trajectory in task.result()):
+        by_group[trajectory.group_id].append(trajectory)
+    return [tuple(by_group[group_id]) for group_id in group_ids]
+
+
+async def _locate(store: ExperienceStore, group_ids: Sequence[str]) -> list[_Place]:
+    async with store.client.pipeline(transaction=False) as pipeline:
+        for group_id in group_ids:
+            pipeline.hgetall(store.key(f"members:{group_id}"))
+        rows = await pipeline.execute()
+    places = []
+    for group_id, stored in zip(group_ids, rows, strict=True):
+        records = {int(member): _records.decode(packed) for member, packed in stored.items()}
+        if not records:
+            raise ExperienceError(f"group {group_id} holds no trajectory: it was evicted, or its step was acknowledged")
+        places += [
+            _Place(group_id, member, store.key(record.payload), record.bytes)
+            for member, record in sorted(records.items())
+            if record.payload is not None
+        ]
+    return places
+
+
+def _chunks(places: list[_Place]) -> list[list[_Place]]:
+    """Runs of payloads of about `MAX_CHUNK_BYTES`, at least one for each connection."""
+    most = min(MAX_CHUNK_BYTES, sum(place.num_bytes for place in places) // NUM_CONNECTIONS + 1)
+    chunks: list[list[_Place]] = []
+    room = 0
+    for place in places:
+        if room <= 0:
+            chunks.append([])
+            room = most
+        chunks[-1].append(place)
+        room -= place.num_bytes
+    return chunks
+
+
+def _decoded(place: _Place, frame: bytes | None) -> Trajectory:
+    name = trajectory_id(place.group_id, place.member)
+    if frame is None:
+        raise ExperienceError(
+            f"payload of trajectory {name} is gone from Redis, deleted by somebody else; resume from the last checkpoint"
+        )
+    trajectory = decode_trajectory(frame)
+    if trajectory.group_id != place.group_id or trajectory.member != place.member:
+        raise ExperienceError(f"payload of trajectory {name} holds trajectory {trajectory.trajectory_id}")
+    return trajectory

@@ -1,0 +1,150 @@
+-- Put before every script. KEYS[1]: the run's key prefix. ARGV[1]: request id. ARGV[2]: the arguments, a msgpack map.
+-- A header is one outstanding group; README.md lists its fields and draws its states. Counters count trajectories.
+
+local call, pack, unpack_value = redis.call, cmsgpack.pack, cmsgpack.unpack
+local prefix, request, args = KEYS[1], ARGV[1], unpack_value(ARGV[2])
+local RUN, COUNTERS, EVENTS = prefix .. 'run', prefix .. 'counters', prefix .. 'events'
+local HEADERS, OUTSTANDING, HELD = prefix .. 'headers', prefix .. 'outstanding', prefix .. 'held'
+local LEASES, UNOWNED, REISSUE = prefix .. 'leases', prefix .. 'unowned', prefix .. 'reissue'
+local STEPS, PROMPTS = prefix .. 'steps', prefix .. 'prompts'
+local ANSWER_TTL_MS, MAX_EVENTS = 600000, 1000
+
+local clock = call('TIME')
+local now_ms = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
+
+local run = {}
+local flat_run = call('HGETALL', RUN)
+for i = 1, #flat_run, 2 do
+  run[flat_run[i]] = tonumber(flat_run[i + 1]) or flat_run[i + 1]
+end
+
+local function set(name, value)
+  run[name] = value
+  call('HSET', RUN, name, value)
+end
+
+local function fail(text)
+  return redis.error_reply('LAMINAR ' .. text)
+end
+
+-- Answers of requests that must not take effect twice are kept, and given again.
+local function answered()
+  return call('GET', prefix .. 'request:' .. request)
+end
+
+local function answer(value)
+  local packed = pack(value)
+  call('SET', prefix .. 'request:' .. request, packed, 'PX', ANSWER_TTL_MS)
+  return packed
+end
+
+local function count(name, number)
+  if number ~= 0 then call('HINCRBY', COUNTERS, name, number) end
+end
+
+local function event(kind, group, detail)
+  call('XADD', EVENTS, 'MAXLEN', '~', MAX_EVENTS, '*', 'kind', kind, 'group', group, 'detail', detail)
+end
+
+local function load(id)
+  local packed = call('HGET', HEADERS, id)
+  return packed and unpack_value(packed)
+end
+
+local function save(header)
+  call('HSET', HEADERS, header.id, pack(header))
+end
+
+local function num_outstanding()
+  return call('ZCARD', OUTSTANDING) + call('HLEN', HELD)
+end
+
+-- The inequality of admission. A bound below 0 stands for "unbounded".
+local function fits(bound, outstanding, engine)
+  return bound < 0 or outstanding < (bound + 1 - (run.published - engine)) * run.prompts_per_step
+end
+
+local function reserve(header, bytes)
+  set('reserved', (run.reserved or 0) + bytes - header.reserved)
+  header.reserved = bytes
+end
+
+-- Deletes what a group's members stored; answers the bytes.
+local function drop_payloads(id)
+  local key, bytes = prefix .. 'members:' .. id, 0
+  for _, packed in ipairs(call('HVALS', key)) do
+    local record = unpack_value(packed)
+    bytes = bytes + record.bytes
+    if record.payload then call('UNLINK', prefix .. record.payload) end
+  end
+  call('UNLINK', key)
+  return bytes
+end
+
+local function forget(header)
+  call('HDEL', HEADERS, header.id)
+  call('ZREM', OUTSTANDING, header.id)
+  call('ZREM', LEASES, header.id)
+  call('ZREM', UNOWNED, header.id)
+end
+
+-- A group leaves without being trained. One that leaves a taken batch keeps its slot until that step is published.
+local function leave(header, bucket, detail)
+  local running = header.size - header.done
+  count('running', -running)
+  count(header.state == 'taken' and 'taken' or 'buffered', -header.good)
+  count(bucket, running + header.good)
+  if detail then count(bucket .. ':' .. detail, running + header.good) end
+  if header.state == 'taken' then call('HSET', HELD, header.id, header.step) end
+  reserve(header, 0)
+  drop_payloads(header.id)
+  forget(header)
+  event(bucket, header.id, detail or '')
+end
+
+-- All members are done: the group is ready, or failed if too few of them are good.
+local function complete(header)
+  call('ZREM', LEASES, header.id)
+  call('ZREM', UNOWNED, header.id)
+  header.owner = ''
+  if header.good < header.min_good then
+    return leave(header, 'failed', 'too_few_siblings')
+  end
+  header.state, header.oldest, header.newest = 'ready', header.done_oldest, header.done_newest
+  save(header)
+end
+
+-- Leases that have ended, by the server's clock: the group may be claimed again, or is given up after the last attempt.
+local function reap(ahead_ms)
+  while true do
+    local ids = call('ZRANGEBYSCORE', LEASES, '-inf', now_ms + ahead_ms, 'LIMIT', 0, 100)
+    if #ids == 0 then return end
+    for _, id in ipairs(ids) do
+      local header = load(id)
+      call('ZREM', LEASES, id)
+      if header.attempt >= run.max_attempts then
+        local missing = header.size - header.done
+        count('running', -missing)
+        count('failed', missing)
+        count('failed:given_up', missing)
+        event('given_up', id, header.owner)
+        header.done = header.size
+        reserve(header, header.bytes)
+        complete(header)
+      else
+        header.last, header.owner, header.expired = header.owner, '', true
+        save(header)
+        call('ZADD', UNOWNED, header.admission, id)
+      end
+    end
+  end
+end
+
+-- Whether no prompt is left to admit; steps over the end of an epoch.
+local function end_of_data()
+  if run.cursor >= run.num_prompts then
+    set('epoch', run.epoch + 1)
+    set('cursor', 0)
+  end
+  return run.max_epochs >= 0 and run.epoch >= run.max_epochs and call('LLEN', REISSUE) == 0
+end

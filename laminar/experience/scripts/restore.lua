@@ -1,0 +1,107 @@
+#!lua flags=allow-oom
+-- args: lineage, number, frontier = {epoch, cursor, next_admission, pending = {{epoch, position, reissues}, ...}, counters = {name, n, ...}}.
+-- Opens a lineage at a number. What the frontier holds for trained stays so; ready groups without newer tokens are kept; everything
+-- else is evicted as orphaned, and its prompt issued again, once. An occurrence of a prompt is known by its epoch and position.
+if not run.next_admission then return fail('run is not configured yet, so it cannot be restored') end
+if run.opened == 1 and args.lineage == run.lineage and args.number == run.restored then
+  return call('GET', prefix .. 'restored')
+end
+if args.lineage <= run.lineage then
+  return fail('lineage ' .. args.lineage .. ' cannot be opened: the run is in lineage ' .. run.lineage)
+end
+
+local frontier = args.frontier
+local is_pending = {}
+for _, entry in ipairs(frontier.pending) do
+  is_pending[entry[1] .. '.' .. entry[2]] = true
+end
+
+local function is_untrained(header)
+  local is_beyond = header.epoch > frontier.epoch or (header.epoch == frontier.epoch and header.position >= frontier.cursor)
+  return is_beyond or is_pending[header.epoch .. '.' .. header.position]
+end
+
+local function keep_or_orphan()
+  local kept, report = {}, { kept = 0, orphaned = 0, reissued = 0 }
+  for _, packed in ipairs(call('HVALS', HEADERS)) do
+    local header = unpack_value(packed)
+    if header.state == 'ready' and header.newest <= args.number and is_untrained(header) then
+      kept[header.epoch .. '.' .. header.position] = true
+      report.kept = report.kept + 1
+    else
+      leave(header, 'evicted', 'orphaned')
+      report.orphaned = report.orphaned + 1
+    end
+  end
+  return kept, report
+end
+
+local function free_trained_steps()
+  local flat = call('HGETALL', STEPS)
+  for i = 2, #flat, 2 do
+    for _, id in ipairs(unpack_value(flat[i])) do
+      set('reserved', run.reserved - drop_payloads(id))
+    end
+  end
+  call('DEL', STEPS, HELD)
+end
+
+-- Prompts before the frontier that wait, then those between the frontier and the live cursor, without the kept ones.
+local function issue_again(kept, report)
+  local function issue(epoch, position, reissues)
+    if not kept[epoch .. '.' .. position] then
+      call('RPUSH', REISSUE, pack({ epoch, position, reissues }))
+      report.reissued = report.reissued + 1
+    end
+  end
+  call('DEL', REISSUE)
+  for _, entry in ipairs(frontier.pending) do
+    issue(entry[1], entry[2], entry[3])
+  end
+  local epoch, position = frontier.epoch, frontier.cursor
+  while epoch < run.epoch or (epoch == run.epoch and position < run.cursor) do
+    if position >= run.num_prompts then
+      epoch, position = epoch + 1, 0
+    else
+      issue(epoch, position, 0)
+      position = position + 1
+    end
+  end
+  set('epoch', epoch)
+  set('cursor', position)
+end
+
+-- The trained ones are the frontier's. What was admitted and is in no other bucket was orphaned.
+local function settle_counters()
+  local then_counted, live = {}, {}
+  for i = 1, #frontier.counters, 2 do
+    then_counted[frontier.counters[i]] = tonumber(frontier.counters[i + 1])
+  end
+  local buffered = tonumber(call('HGET', COUNTERS, 'buffered') or 0)
+  if run.next_admission < frontier.next_admission then
+    call('DEL', COUNTERS)
+    for name, number in pairs(then_counted) do
+      call('HSET', COUNTERS, name, number)
+    end
+    set('next_admission', frontier.next_admission)
+  end
+  call('HSET', COUNTERS, 'running', 0, 'taken', 0, 'buffered', buffered, 'trained', then_counted.trained or 0)
+  for _, name in ipairs({ 'admitted', 'buffered', 'trained', 'evicted', 'filtered', 'failed' }) do
+    live[name] = tonumber(call('HGET', COUNTERS, name) or 0)
+  end
+  local orphaned = live.admitted - live.buffered - live.trained - live.evicted - live.filtered - live.failed
+  count('evicted', orphaned)
+  count('evicted:orphaned', orphaned)
+end
+
+local kept, report = keep_or_orphan()
+free_trained_steps()
+issue_again(kept, report)
+settle_counters()
+set('lineage', args.lineage)
+set('published', args.number)
+set('restored', args.number)
+set('opened', 1)
+local packed = pack(report)
+call('SET', prefix .. 'restored', packed)
+return packed

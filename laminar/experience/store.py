@@ -1,0 +1,140 @@
+"""One run's keys on a server, and the scripts that write them.
+
+Invariants: all keys start with the run's prefix; a request may be repeated without a second effect, so one that got no
+answer is repeated, with back-off, until the outage deadline; a script that the server has forgotten is loaded again.
+
+This module does not know what the scripts mean.
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+import msgspec
+import redis
+from redis.asyncio import Redis
+
+from laminar.errors import ExperienceError
+from laminar.experience.answers import Event
+
+T = TypeVar("T")
+
+OUTAGE_SECONDS = 60.0
+FIRST_PAUSE_SECONDS = 0.02
+LONGEST_PAUSE_SECONDS = 1.0
+SCRIPT_ERROR_MARK = "LAMINAR "
+LOST = (redis.ConnectionError, redis.TimeoutError, ConnectionError, TimeoutError)
+
+
+class ExperienceStore:
+    """One run's data on a server.
+
+    Args:
+        client: from `connect`. It belongs to the caller, and to one event loop.
+        run_id: name of the run; part of every key.
+        outage_seconds: how long a server may be away before a request gives up.
+    """
+
+    def __init__(self, client: Redis, run_id: str, *, outage_seconds: float = OUTAGE_SECONDS) -> None:
+        self.client = client
+        self.prefix = f"laminar:{run_id}:"
+        self._outage_seconds = outage_seconds
+
+    def key(self, name: str) -> str:
+        """Full name of one of the run's keys."""
+        return self.prefix + name
+
+    async def run(self, script: str, request_id: str | None = None, **arguments: Any) -> Any:
+        """Run a script; repeated until it is answered.
+
+        Args:
+            script: file name in `scripts/`, without its ending.
+            request_id: names the request when the caller repeats it itself; default: a new one.
+            arguments: plain values, as the script's first lines list them.
+
+        Returns:
+            The answer, still packed (see `unpack`), or a list if the script answers several parts.
+
+        Raises:
+            ExperienceError: the script refused, or the server was away for too long.
+        """
+        command = self.command(script, request_id or new_request_id(), arguments)
+        return await self.insist(script, lambda: self._evaluate(script, command))
+
+    def command(self, script: str, request_id: str, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The EVALSHA command of a script, for pipelines."""
+        _, digest = _script(script)
+        return ("EVALSHA", digest, 1, self.prefix, request_id, msgspec.msgpack.encode(arguments))
+
+    async def load(self, script: str) -> None:
+        """Give the script to the server."""
+        await self.client.script_load(_script(script)[0])
+
+    async def insist(self, name: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an idempotent request while the server cannot be reached.
+
+        Raises:
+            ExperienceError: the outage deadline has passed, or the server refused.
+        """
+        deadline = time.monotonic() + self._outage_seconds
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return await attempt()
+            except LOST as error:
+                if time.monotonic() + pause > deadline:
+                    raise ExperienceError(
+                        f"Redis has been out of reach for {self._outage_seconds:.0f} s at request {name!r} ({error}); "
+                        "see its log, and resume the run when it is back"
+                    ) from error
+            except redis.ResponseError as error:
+                raise as_experience_error(error) from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def events(self, after: str = "-", max_events: int = 100) -> list[Event]:
+        """Events later than the one named `after` (default: the oldest kept ones), oldest first."""
+        start = after if after == "-" else f"({after}"
+        stream = self.key("events")
+        rows: Any = await self.insist("events", lambda: self.client.xrange(stream, min=start, count=max_events))
+        return [
+            Event(row_id.decode(), fields[b"kind"].decode(), fields[b"group"].decode(), fields[b"detail"].decode())
+            for row_id, fields in rows
+        ]
+
+    async def _evaluate(self, script: str, command: tuple[Any, ...]) -> Any:
+        try:
+            return await self.client.execute_command(*command)
+        except redis.exceptions.NoScriptError:
+            await self.load(script)
+            return await self.client.execute_command(*command)
+
+
+def new_request_id() -> str:
+    """A name that no other request has."""
+    return uuid.uuid4().hex
+
+
+def unpack(packed: Any) -> Any:
+    """Read a packed answer: maps with text keys, lists, text, numbers."""
+    return msgspec.msgpack.decode(packed)
+
+
+def as_experience_error(error: redis.ResponseError) -> ExperienceError:
+    """A script's refusal, or the server's, as one of ours."""
+    text = str(error)
+    return ExperienceError(text.removeprefix(SCRIPT_ERROR_MARK) if text.startswith(SCRIPT_ERROR_MARK) else f"Redis: {text}")
+
+
+@cache
+def _script(name: str) -> tuple[str, str]:
+    """A script's text, with the prelude after its first line, and its digest."""
+    folder = resources.files("laminar.experience") / "scripts"
+    first, _, body = (folder / f"{name}.lua").read_text(encoding="utf-8").partition("\n")
+    text = "\n".join((first, (folder / "prelude.lua").read_text(encoding="utf-8"), body))
+    return text, hashlib.sha1(text.encode()).hexdigest()
