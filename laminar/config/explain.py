@@ -67,17 +67,17 @@ def staleness_in_words(config: LaminarConfig) -> list[str]:
         ]
     else:
         paragraphs = [
-            f"A trained token is at most {bound} version{'s' if bound > 1 else ''} older than the weights it trains. Time in "
-            "flight (while the rest of its group is sampled) and time in the queue count together, and a group is as old as its "
-            f"oldest token: at worst it starts on version n and is trained on version n + {bound}.",
-            f"At most ({bound} + 1) x {batch} = {(bound + 1) * batch} groups are admitted and not yet trained. An engine that is "
-            f"d versions behind is granted new work only while they are fewer than ({bound} + 1 - d) x {batch}.",
+            f"A trained token is at most {bound} version{'s' if bound > 1 else ''} older than the weights it trains. Time "
+            "in flight (while the rest of its group is sampled) and time in the queue count together, and a group is as old "
+            f"as its oldest token: at worst it starts on version n and is trained on version n + {bound}.",
+            f"At most ({bound} + 1) x {batch} = {(bound + 1) * batch} groups are admitted and not yet trained. An engine "
+            f"that is d versions behind is granted new work only while they are fewer than ({bound} + 1 - d) x {batch}.",
             _policy_in_words(config),
         ]
     if config.trainer.mini_batches > 1:
         paragraphs.append(
-            f"Versions are counted, not updates: the last of a step's {config.trainer.mini_batches} mini-batches trains weights "
-            "that its earlier ones have already moved."
+            f"Versions are counted, not updates: the last of a step's {config.trainer.mini_batches} mini-batches trains "
+            "weights that its earlier ones have already moved."
         )
     return paragraphs
 

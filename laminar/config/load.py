@@ -124,9 +124,12 @@ def _resolved(tree: dict[str, Any], config_folder: Path) -> dict[str, Any]:
 def _syntax_fault(path: Path, text: str, message: str) -> str:
     match = _WHERE.match(message)
     what, line = (match["what"], match["line"]) if match else (message, None)
+    is_duplicate = any(word in what for word in ("overwrite", "twice", "mutate"))
+    if is_duplicate and line is None:
+        line = str(len(text.rstrip().splitlines()))
     where = f"config file {path}" + (f", line {line}" if line else ", at its end")
     source = text.splitlines()[int(line) - 1].strip() if line else ""
-    if "overwrite" in what or "twice" in what or "mutate" in what:
+    if is_duplicate:
         return f"{where}: `{source.partition('=')[0].strip()}` is given twice; keep one of them"
     hint = "text needs quotes" if what == "Invalid value" else "mend this line"
     return f"{where}: not TOML ({what[0].lower()}{what[1:]})" + (

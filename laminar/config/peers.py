@@ -90,9 +90,26 @@ PEER_NAMES: Mapping[str, str] = {
     "pg_clip": "trainer.algorithm.options.clip_low",
     "pg_clip_low": "trainer.algorithm.options.clip_low",
     "pg_clip_high": "trainer.algorithm.options.clip_high",
+    "norm_adv_by_std_in_grpo": "trainer.algorithm.options.std",
+    "grpo_norm_by_std": "trainer.algorithm.options.std",
+    "adv_norm": "trainer.algorithm.options.std",
+    "normalize_rewards": "trainer.algorithm.options.std",
+    "disable_grpo_std_normalization": "trainer.algorithm.options.std",
+    "scale_rewards": "trainer.algorithm.options.std",
+    "divide_advantage_by_std": "trainer.algorithm.options.std",
+    "loss_agg_mode": "trainer.algorithm.options.aggregation",
+    "loss_type": "trainer.algorithm.options.aggregation",
+    "filter_zero_advantages": "trainer.algorithm.options.filter_zero_variance",
+    "filter_zero_advantage_groups": "trainer.algorithm.options.filter_zero_variance",
+    "zero_variance_filter": "trainer.algorithm.options.filter_zero_variance",
+    "filter_groups": "trainer.algorithm.options.filter_zero_variance",
+    "use_dynamic_sampling": "trainer.algorithm.options.filter_zero_variance",
+    "dynamic_filtering": "trainer.algorithm.options.filter_zero_variance",
 }
 """Their name -> the full path of ours."""
 
+_REUSE = "each group is trained once; `trainer.mini_batches` splits a step into several updates"
+_NO_KL = "grpo here has no KL term; remove it"
 _PUBLISH = "every step publishes exactly once; `rollout.weight_update` says when replicas take it"
 
 PEER_NOTES: Mapping[str, str] = {
@@ -101,8 +118,15 @@ PEER_NOTES: Mapping[str, str] = {
     "update_weights_interval": _PUBLISH,
     "weight_sync_steps": _PUBLISH,
     "weight_update_interval": _PUBLISH,
-    "num_iterations": "each group is trained once; `trainer.mini_batches` splits the step into several updates",
-    "ppo_epochs": "each group is trained once; `trainer.mini_batches` splits the step into several updates",
-    "update_epochs_per_batch": "each group is trained once; `trainer.mini_batches` splits the step into several updates",
+    "num_iterations": _REUSE,
+    "ppo_epochs": _REUSE,
+    "update_epochs_per_batch": _REUSE,
+    "beta": _NO_KL,
+    "kl_coef": _NO_KL,
+    "kl_ctl": _NO_KL,
+    "kl_tau": _NO_KL,
+    "kl_loss_coef": _NO_KL,
+    "use_kl_loss": _NO_KL,
+    "reference_policy_kl_penalty": _NO_KL,
 }
 """Their name -> why no setting of ours matches it."""

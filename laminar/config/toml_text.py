@@ -54,7 +54,7 @@ def _blocks(table: Mapping[str, Any], path: str, header: str) -> list[str]:
                 below += _blocks(item, name, f"[[{name}]]")
         elif value is not None:
             lines.append(f"{_format_key(key)} = {format_value(value)}")
-    only_tables = len(lines) == 1 and bool(below) and not header.startswith("[[")
+    only_tables = lines == [header] and bool(below) and not header.startswith("[[")
     return ([] if only_tables else ["\n".join(lines)]) + below
 
 

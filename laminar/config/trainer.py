@@ -14,6 +14,13 @@ class DeepSpeedConfig(Section):
     """0 replicates everything, 1 splits the optimizer state, 2 the gradients as well."""
 
 
+class AlgorithmConfig(Plugin):
+    """`[trainer.algorithm]`: how rewards become advantages and a loss."""
+
+    kind: str = "grpo"
+    """`grpo`, or `"package.module:Attr"`."""
+
+
 class TrainerConfig(Section):
     """`[trainer]`: the step."""
 
@@ -53,5 +60,5 @@ class TrainerConfig(Section):
     """Recompute activations in the backward pass to save memory."""
     start_seconds: float = Field(300, gt=0)
     """Deadline for all ranks to meet and load the model."""
-    algorithm: Plugin = Plugin(kind="grpo")
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
