@@ -104,9 +104,7 @@ def _step_lines(config: LaminarConfig) -> list[str]:
         _row("groups", trainer.prompts_per_step, "one a prompt"),
         _row("trajectories", trainer.prompts_per_step * group_size, f"x {group_size} (rollout.group_size)"),
         _row("mini-batches", trainer.mini_batches, f"of {_tally(groups)} groups" + _unevenness(groups)),
-        _row(
-            "trainer ranks", trainer.num_ranks, f"with {_tally(largest)} trajectories of a mini-batch" + _unevenness(largest)
-        ),
+        _row("trainer ranks", trainer.num_ranks, f"trajectories a mini-batch: {_tally(largest)}" + _unevenness(largest)),
         _row(
             "micro-batches",
             f"<= {most_micro_batches(config, max(largest))}",
@@ -189,7 +187,7 @@ def _tally(counts: list[int]) -> str:
 
 
 def _unevenness(counts: list[int]) -> str:
-    return "" if len(set(counts)) == 1 else "; uneven splits are planned"
+    return "" if len(set(counts)) == 1 else " (uneven, as planned)"
 
 
 def _in_bytes(number: int) -> str:

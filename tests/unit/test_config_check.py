@@ -1,0 +1,228 @@
+"""Rules between settings (case D27, sizes): refused or warned of before any process starts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laminar.cli.check import check
+from laminar.config.check import check_config
+from laminar.config.check_sources import is_hub_name
+from laminar.config.load import load_config
+from laminar.config.sizes import bytes_per_group
+from laminar.errors import ConfigError
+
+RECIPES = sorted((Path(__file__).parents[2] / "deploy" / "recipes").glob("*_*gpu*.toml"))
+REWARD = '[[rewards]]\nkind = "exact_match"\n'
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a model and data, as far as `check` looks."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}))
+    return tmp_path
+
+
+def write(folder: Path, text: str, reward: str = REWARD) -> Path:
+    file = folder / "run.toml"
+    file.write_text('model.path = "policy"\ndata.path = "rows.jsonl"\n' + text + "\n" + reward)
+    return file
+
+
+def warnings(folder: Path, text: str, reward: str = REWARD, num_cores: int = 64) -> list[str]:
+    return check_config(load_config(write(folder, text, reward)), num_cores)
+
+
+def refusal(folder: Path, text: str, reward: str = REWARD) -> str:
+    config = load_config(write(folder, text, reward))
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, 64)
+    return str(caught.value)
+
+
+def test_the_defaults_are_right_without_a_word(folder):
+    assert warnings(folder, "") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("rollout.group_size = 1", "`rollout.group_size` is 1: grpo compares a group's members"),
+        (
+            "rollout.group_size = 2\nrollout.min_group_size = 3",
+            "`rollout.min_group_size` is 3, above `rollout.group_size` = 2",
+        ),
+        (
+            "trainer.mini_batches = 7\ntrainer.prompts_per_step = 6",
+            "`trainer.mini_batches` is 7, above `trainer.prompts_per_step` = 6",
+        ),
+        (
+            "trainer.max_tokens_per_micro_batch = 1535",
+            "`trainer.max_tokens_per_micro_batch` is 1535: the longest trajectory has 1536",
+        ),
+        (
+            "rollout.engine.max_cached_tokens = 1535",
+            "`rollout.engine.max_cached_tokens` is 1535: the longest trajectory has 1536",
+        ),
+        ("rollout.sampling.top_p = 0.9", "`rollout.sampling.top_p` is 0.9: grpo needs the exact log-probs"),
+        ("rollout.sampling.top_k = 50", "`rollout.sampling.top_k` is 50: grpo needs the exact log-probs"),
+        ("rollout.engine.tensor_parallel_size = 2", "the torch engine does not split a model"),
+        ('rollout.engine.kind = "sglan"', "`rollout.engine.kind` is 'sglan': did you mean sglang?"),
+        ('experience.sampler = "lifo"', "`experience.sampler` is 'lifo': did you mean fifo?"),
+        (
+            'experience.redis_url = "localhost:6379"',
+            '`experience.redis_url` is "localhost:6379": write "embedded", or a URL',
+        ),
+        ('environment.kind = "single_tern"', "`environment.kind` is 'single_tern': did you mean single_turn?"),
+        ('trainer.algorithm.kind = "gpro"', "`trainer.algorithm.kind` is 'gpro': did you mean grpo?"),
+        (
+            "trainer.algorithm.options.clip_lo = 0.1",
+            "unknown key `trainer.algorithm.options.clip_lo`: did you mean clip_low",
+        ),
+        ('trainer.algorithm.options.clip_low = "0.1"', "`trainer.algorithm.options.clip_low` is '0.1'"),
+        ("environment.options.turns = 3", "`environment.options` has turns, but this kind takes no options"),
+        (
+            'eval.path = "held_out.jsonl"',
+            '`eval.path` is "held_out.jsonl": nothing of that name lies beside the config file',
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_value_and_remedy(folder, text, sentence):
+    assert sentence in refusal(folder, text)
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ("", "`rewards` is empty"),
+        ('[[rewards]]\nkind = "exact"', "`rewards[0].kind` is 'exact': did you mean exact_match?"),
+        ('[[rewards]]\nkind = "regex"', "`rewards[0].options.pattern` is missing"),
+        (
+            '[[rewards]]\nkind = "regex"\noptions = {patern = "a"}',
+            "unknown key `rewards[0].options.patern`: did you mean pattern",
+        ),
+        (REWARD + REWARD, '`rewards` has 2 terms called "exact_match"'),
+        ('[[rewards]]\nkind = "absent_module:Attr"', "there is no module absent_module"),
+    ],
+)
+def test_wrong_rewards_are_refused(folder, reward, sentence):
+    assert sentence in refusal(folder, "", reward)
+
+
+def test_bytes_reserved_by_a_group_are_those_of_its_longest_answers(folder):
+    config = load_config(write(folder, "rollout.group_size = 4\nrollout.max_new_tokens = 100\ndata.max_prompt_tokens = 28"))
+    assert bytes_per_group(config) == 4 * (28 + 100) * 8 + 4 * 2048 == 12_288
+
+
+def test_a_buffer_below_one_step_of_groups_is_refused_naming_what_is_needed(folder):
+    sizes = (
+        "rollout.group_size = 4\nrollout.max_new_tokens = 100\ndata.max_prompt_tokens = 28\ntrainer.prompts_per_step = 6\n"
+    )
+    assert "it must be at least 73728" in refusal(folder, sizes + "experience.max_bytes = 73727")
+    assert warnings(folder, sizes + "experience.max_bytes = 73728\nstaleness.max_staleness = 0") == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4, 5])
+def test_twenty_four_trajectories_are_accepted_on_any_number_of_ranks(folder, num_ranks):
+    assert warnings(folder, f"trainer.prompts_per_step = 6\nrollout.group_size = 4\ntrainer.num_ranks = {num_ranks}") == []
+
+
+def test_staleness_zero_is_accepted(folder):
+    assert warnings(folder, "staleness.max_staleness = 0") == []
+
+
+def test_all_faults_are_told_at_once(folder):
+    text = refusal(folder, "rollout.group_size = 1\nrollout.sampling.top_p = 0.5\nrollout.sampling.top_k = 3")
+    assert text.startswith("3 settings cannot work:")
+    assert len(text.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("trainer.num_threads = 40\nrollout.engine.num_threads = 30", "are 70 busy threads on 64 cores"),
+        (
+            "rollout.max_in_flight_groups = 15",
+            "1 workers play 15 groups at once, fewer than the 16 that the staleness bound",
+        ),
+        (
+            "experience.max_bytes = 1000000",
+            "`experience.max_bytes` holds 8 groups of the 16 that the staleness bound admits",
+        ),
+        ('staleness = {max_staleness = "unbounded", policy = "drop"}', "no group is ever due"),
+        ("run.no_progress_seconds = 600", "the run may stop while the trainer still waits"),
+        ("trainer.num_ranks = 9\nrollout.group_size = 2\ntrainer.prompts_per_step = 4", "leaves 1 of them idle"),
+        ("environment.wall_seconds = 10", "`rewards[0].timeout_seconds` is 30: the episode ends after"),
+    ],
+)
+def test_what_may_surprise_is_warned_of(folder, text, sentence):
+    if "prompts_per_step" not in text:
+        text += "\ntrainer.prompts_per_step = 8"
+    assert any(sentence in warning for warning in warnings(folder, text))
+
+
+def test_a_users_own_reward_beside_the_config_is_found_and_its_options_checked(folder):
+    (folder / "my_check_rewards.py").write_text(
+        "from laminar.config.section import Section\n\n\nclass Short:\n    class Options(Section):\n        limit: int\n"
+    )
+    reward = '[[rewards]]\nkind = "my_check_rewards:Short"\noptions = {limit = %s}'
+    assert warnings(folder, "", reward % 3) == []
+    assert "`rewards[0].options.limit`" in refusal(folder, "", reward % '"3"')
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", True),
+        ("openai/gsm8k", True),
+        ("models/demo", False),
+        ("./somewhere/demo", False),
+        ("/somewhere/demo", False),
+        ("a/b/c", False),
+        ("org/rows.jsonl", False),
+        ("gpt2", False),
+        ("../x", False),
+    ],
+)
+def test_only_organisation_slash_name_counts_as_a_name_on_the_hub(name, expected):
+    assert is_hub_name(name) is expected
+
+
+def test_hub_names_are_accepted_with_a_note_and_missing_folders_are_not(folder):
+    hub = load_config(write(folder, ""), ["model.path=Qwen/Qwen2.5-0.5B"])
+    assert "taken for a name on the Hugging Face hub" in check_config(hub, 64)[0]
+    missing = load_config(write(folder, ""), ["model.path=models/absent"])
+    with pytest.raises(ConfigError, match=r'`model.path` is "models/absent": nothing of that name'):
+        check_config(missing, 64)
+
+
+def test_a_folder_without_config_json_is_no_model(folder):
+    (folder / "policy" / "config.json").unlink()
+    assert "the folder holds no config.json" in refusal(folder, "")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_for_gpus_pass_on_a_machine_without_any(recipe, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    notes = check_config(load_config(recipe), 64)
+    assert all("not here" in note for note in notes)
+
+
+def test_checking_needs_no_torch(folder):
+    file = write(folder, "")
+    code = (
+        "import sys; from pathlib import Path; from laminar.cli.check import check; check(Path(sys.argv[1]), []);"
+        "assert not {'torch', 'transformers', 'deepspeed', 'ray'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_says_what_is_right(folder, capsys):
+    check(write(folder, ""), ["model.path=Qwen/Qwen2.5-0.5B"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{folder / 'run.toml'}: right, with ")
