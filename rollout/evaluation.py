@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laminar.config.root import LaminarConfig
-from laminar.types import Prompt, Purpose, Trajectory
+from laminar.types import ClaimedGroup, Prompt, Purpose, Trajectory
 from rollout.player import Player
 from rollout.replica import Replica
 
@@ -42,7 +42,8 @@ async def evaluate(player: Player, replica: Replica, prompts: Sequence[Prompt], 
 
     async def answer(prompt: Prompt) -> Trajectory:
         async with limit, replica.bind():
-            return await player.play(replica.client, prompt, f"eval-{prompt.prompt_id}", 0, 0, Purpose.EVALUATION)
+            item = ClaimedGroup(f"eval-{prompt.prompt_id}", 0, prompt, (0,), 0)
+            return await player.play(replica.client, item, 0, 0, Purpose.EVALUATION)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(answer(prompt)) for prompt in prompts]

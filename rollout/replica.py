@@ -95,6 +95,12 @@ class Replica:
         """Wait until the engine holds known weights."""
         await self._wait_for(lambda: self.version is not None, "the engine to be restarted", seconds)
 
+    async def wait_number(self, number: int, seconds: float) -> None:
+        """Wait until the engine holds a version of at least this number."""
+        held = lambda: self.version is not None and self.version.number >= number  # noqa: E731
+        if not held():
+            await self._wait_for(held, f"the engine to hold version number {number}", seconds)
+
     @contextlib.asynccontextmanager
     async def bind(self) -> AsyncIterator[None]:
         """Hold one open trajectory; a replica that is closed for a swap lets new ones wait."""

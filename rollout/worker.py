@@ -96,11 +96,12 @@ class RolloutWorker:
         """Ask `run` to return; open groups go back to the pool."""
         self._stopping.set()
 
-    async def evaluate(self, prompts: list[bytes]) -> EvaluationResult:
-        """Answer held-out prompts with the version the engine holds now; its swap is held until the items end.
+    async def evaluate(self, prompts: list[bytes], min_number: int) -> EvaluationResult:
+        """Answer held-out prompts with one version of at least this number; the next swap is held until the items end.
 
         Takes no slot of the staleness bound and writes nothing into the buffer.
         """
+        await self._replica.wait_number(min_number, self._config.eval.timeout_seconds)
         async with self._hold_swap():
             await self._replica.wait_ready(self._rollout.engine.start_seconds)
             return await evaluate(self._player, self._replica, [decode_prompt(p) for p in prompts], self._config)
@@ -160,9 +161,7 @@ class RolloutWorker:
         for attempt in range(first, first + self._rollout.max_attempts):
             async with self._replica.bind():
                 await self._replica.wait_ready(self._rollout.engine.start_seconds)
-                trajectory = await self._player.play(
-                    self._replica.client, group.prompt, group.group_id, member, attempt, Purpose.TRAIN
-                )
+                trajectory = await self._player.play(self._replica.client, group, member, attempt, Purpose.TRAIN)
             self._count(trajectory)
             if trajectory.failure is None or trajectory.failure.kind is FailureKind.USER_BUG:
                 break

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from laminar.config.root import LaminarConfig
 from laminar.experience.buffer import ExperienceBuffer
-from laminar.experience.prompts import PromptPool
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import GroupState, WeightVersion
 from trainer.publishing import Published, WeightPublisher
@@ -50,15 +49,15 @@ class TrainingLoop:
         session: TrainingSession,
         publisher: WeightPublisher,
         buffer: ExperienceBuffer,
-        pool: PromptPool,
         telemetry: TelemetryWriter,
         progress: Progress,
+        thread: ThreadPoolExecutor,
     ) -> None:
         self._config, self._session, self._publisher = config, session, publisher
-        self._buffer, self._pool, self._telemetry = buffer, pool, telemetry
+        self._buffer, self._telemetry = buffer, telemetry
         self.progress = progress
         self._source = BatchSource(config, buffer, session.algorithm.keeps, self._say_waiting)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._thread = thread
         self._stopping = False
         self._last_end = time.monotonic()
 
@@ -151,7 +150,7 @@ class TrainingLoop:
 
     async def _save(self) -> int:
         """Save a checkpoint: weights, optimizer, frontier and counters of the same step."""
-        frontier = await self._pool.frontier()
+        frontier = await self._buffer.frontier()
         await self.in_thread(self._session.save, self.progress, frontier)
         return self.progress.step
 

@@ -134,8 +134,9 @@ class _RoleActor:
         )
         module, _, name = spec.target.partition(":")
         node_id = ray.get_runtime_context().get_node_id()[:12]
+        address = ray.util.get_node_ip_address()
         role = getattr(importlib.import_module(module), name)
-        self._role = role(replace(context, role=spec.name, node_id=node_id), config, **spec.arguments)
+        self._role = role(replace(context, role=spec.name, node_id=node_id, node_address=address), config, **spec.arguments)
         self._logger = logging.getLogger(f"laminar.{spec.name}")
 
     async def process_id(self) -> int:

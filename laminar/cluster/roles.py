@@ -23,6 +23,7 @@ class RoleContext:
         token: secret shared by all processes of the run; every handshake carries it.
         run_folder: the run's folder.
         node_id: the machine, as Ray names it (shortened).
+        node_address: where other machines reach this one.
     """
 
     role: str
@@ -30,7 +31,8 @@ class RoleContext:
     token: str
     redis_url: str
     run_folder: Path
-    node_id: str
+    node_id: str = ""
+    node_address: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class Supervisor:
         self._say("starting Ray")
         cluster = RayCluster(self._config.cluster.ray_address, cpus_needed(self._config), state.run_id, Path(scratch))
         stack.callback(cluster.stop)
-        context = RoleContext("supervisor", state.run_id, state.token, url, self._folder.path.resolve(), "")
+        context = RoleContext("supervisor", state.run_id, state.token, url, self._folder.path.resolve())
         return data, context
 
     def _on_signal(self, number: signal.Signals, main: "asyncio.Task[Any]") -> None:

@@ -1,0 +1,55 @@
+"""A worker's standing parts for playing episodes: tokenizer, environments, rewards, how tokens are drawn.
+
+It knows the config, not groups' leases, weights or engines' processes.
+"""
+
+from laminar.config.root import LaminarConfig
+from laminar.types import ClaimedGroup, Purpose, SamplingParameters, Trajectory
+from rollout.environments.factory import build_environment_factory
+from rollout.episode import play_episode
+from rollout.generation import Generator
+from rollout.rewards.scorer import build_scorer
+from rollout.tokens import load_tokenizer
+
+
+class Player:
+    """Plays one member of a group at a time, as often as asked."""
+
+    def __init__(self, config: LaminarConfig, worker: str) -> None:
+        self._config, self._worker = config, worker
+        self._tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+        self._make_environment = build_environment_factory(config.environment)
+        self._scorer = build_scorer(config.rewards)
+
+    async def play(self, engine: Generator, group: ClaimedGroup, member: int, attempt: int, purpose: Purpose) -> Trajectory:
+        """Play one member to a reward or a failure; see `play_episode`."""
+        return await play_episode(
+            group=group,
+            member=member,
+            attempt=attempt,
+            engine=engine,
+            make_environment=self._make_environment,
+            scorer=self._scorer,
+            tokenizer=self._tokenizer,
+            sampling=sampling_for(self._config, purpose),
+            run_seed=self._config.run.seed,
+            wall_seconds=self._config.environment.wall_seconds,
+            purpose=purpose,
+            worker=self._worker,
+        )
+
+
+def sampling_for(config: LaminarConfig, purpose: Purpose) -> SamplingParameters:
+    """How tokens are drawn for a purpose; the episode sets the seed. Evaluation has its own temperature and no filters."""
+    sampling = config.rollout.sampling
+    evaluating = purpose is Purpose.EVALUATION
+    temperature = config.eval.temperature if evaluating else sampling.temperature
+    return SamplingParameters(
+        temperature=0.0 if purpose is Purpose.GREEDY_BASELINE else temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=0,
+        top_p=1.0 if evaluating else sampling.top_p,
+        top_k=-1 if evaluating else sampling.top_k,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        stop=tuple(sampling.stop),
+    )

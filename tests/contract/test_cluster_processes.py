@@ -1,0 +1,67 @@
+"""No process outlives its run: the mark finds a whole tree, the sentinel ends it when its supervisor dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
+from laminar.cluster.roles import RUN_ID_VARIABLE
+
+TREE = """import subprocess, sys, time
+subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
+time.sleep(60)"""
+
+
+def start_tree(run_id):
+    return subprocess.Popen([sys.executable, "-c", TREE], env={**os.environ, RUN_ID_VARIABLE: run_id})
+
+
+def wait_for(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_the_mark_finds_grandchildren_in_sessions_of_their_own_and_ends_them():
+    run_id = uuid.uuid4().hex
+    process = start_tree(run_id)
+    wait_for(lambda: len(marked_processes(run_id)) == 2)
+    assert resident_bytes(marked_processes(run_id)) > 1_000_000
+    assert end_processes(run_id, 10.0) == []
+    assert process.wait(5) == -signal.SIGKILL
+    assert marked_processes(run_id) == []
+
+
+def test_another_runs_processes_are_left_alone():
+    mine, other = uuid.uuid4().hex, uuid.uuid4().hex
+    process = start_tree(other)
+    wait_for(lambda: len(marked_processes(other)) == 2)
+    end_processes(mine, 1.0)
+    assert process.poll() is None
+    end_processes(other, 10.0)
+    process.wait(5)
+
+
+def test_the_sentinel_ends_everything_and_removes_folders_when_its_supervisor_is_killed(tmp_path):
+    run_id = uuid.uuid4().hex
+    (tmp_path / f"laminar-{run_id}-node").mkdir()
+    supervisor = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, subprocess, sys, time\n"
+            "from laminar.cluster.sentinel import Sentinel\n"
+            f"Sentinel({run_id!r}, [{str(tmp_path)!r} + '/laminar-{run_id}-*'])\n"
+            f"os.environ[{RUN_ID_VARIABLE!r}] = {run_id!r}\n"
+            "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+            "time.sleep(60)",
+        ]
+    )
+    wait_for(lambda: len(marked_processes(run_id)) == 1)
+    supervisor.kill()
+    supervisor.wait()
+    wait_for(lambda: not marked_processes(run_id) and not list(tmp_path.iterdir()))

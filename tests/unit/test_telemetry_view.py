@@ -1,0 +1,130 @@
+"""Throughput and generation accounting (case D29), by hand calculation."""
+
+import math
+
+import pytest
+
+from laminar.errors import InvariantError
+from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.telemetry.registry import METRICS, check_declared
+from laminar.telemetry.report import closing_report, summarize
+from laminar.telemetry.stream import Event
+from laminar.telemetry.view import GenerationMeter, RunView
+
+
+def step_event(step, tokens, seconds, time, started=None, **more):
+    metrics = {"train/step": step, "train/tokens": tokens, "time/step_seconds": seconds, **more}
+    return Event("trainer-0", "step", time, metrics, {"train_started": started or time - seconds, "train_ended": time})
+
+
+def worker_event(time, total, role="rollout-0"):
+    return Event(role, "worker", time, {"engine/generated_tokens": total}, {})
+
+
+def test_d29_tokens_per_second_use_one_span_above_and_below():
+    view = RunView(max_steps=3)
+    rates = []
+    for step, (tokens, seconds, time) in enumerate([(1200, 2.0, 102.0), (900, 1.5, 103.5), (1500, 3.0, 206.5)], start=1):
+        metrics = view.apply(step_event(step, tokens, seconds, time))
+        rates.append(metrics["throughput/trained_tokens_per_second"])
+    assert rates == pytest.approx([600, 600, 500])
+    assert view.trained_tokens / view.step_seconds == pytest.approx(553.846154)  # the 100 s gap before step 3 does not count
+
+
+def test_d29_generated_and_trained_are_two_numbers():
+    view = RunView(max_steps=3)
+    view.apply(worker_event(100.0, 0))
+    view.apply(worker_event(103.0, 1900))
+    metrics = view.apply(step_event(3, 1500, 3.0, 103.0))
+    assert metrics["throughput/generated_tokens_per_second"] == pytest.approx(633.333333)
+    assert metrics["throughput/trained_tokens_per_second"] == pytest.approx(500.0)
+
+
+def test_d29_a_step_logged_before_a_crash_appears_once_after_the_resume(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        file.append("step", step, {"x": step})
+    file.rewind(2)
+    file.append("step", 3, {"x": 30})
+    assert [(line["step"], line["x"]) for line in read_lines(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
+
+
+def test_a_line_torn_by_a_kill_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).append("step", 1, {})
+    with path.open("a") as file:
+        file.write('{"format_version": 1, "ste')
+    MetricsFile(path).rewind(5)
+    MetricsFile(path).append("step", 2, {})
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+
+
+def test_tokens_generated_while_a_step_ran_are_split_by_time():
+    meter = GenerationMeter()
+    meter.report("a", 0.0, 0)
+    meter.report("a", 10.0, 100)  # 10 tokens a second
+    meter.settle_step(4.0, 8.0)  # 4 s of it
+    meter.report("a", 20.0, 300)  # 20 tokens a second
+    meter.settle_step(9.0, 15.0)  # 1 s at 10, 5 s at 20
+    assert meter.total == 300
+    assert meter.during_steps == pytest.approx(40 + 10 + 100)
+
+
+def test_a_restarted_worker_counts_its_new_tokens_only_once():
+    meter = GenerationMeter()
+    meter.report("a", 0.0, 0)
+    meter.report("a", 1.0, 50)
+    meter.report("a", 2.0, 20)
+    assert meter.total == 70
+
+
+def test_an_undeclared_metric_is_refused_by_name():
+    check_declared(["train/loss", "reward/term_format", "staleness/histogram_3"])
+    with pytest.raises(InvariantError, match="train/lost"):
+        check_declared(["train/lost"])
+
+
+def test_every_metric_has_a_meaning_and_a_name_of_the_form_area_what():
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    assert all(metric.meaning and metric.name.count("/") == 1 for metric in METRICS)
+
+
+def test_the_report_averages_first_three_and_last_five_rewards():
+    lines = [
+        {
+            "kind": "step",
+            "step": n,
+            "reward/mean": n / 10,
+            "train/tokens": 10,
+            "time/step_seconds": 2.0,
+            "staleness/histogram_1": 3,
+        }
+        for n in range(1, 11)
+    ]
+    lines += [
+        {"kind": "evaluation", "step": 0, "eval/accuracy": 0.25},
+        {"kind": "evaluation", "step": 10, "eval/accuracy": 0.5},
+    ]
+    facts = {
+        "status": "finished", "reason": "max_steps", "folder": "f", "seconds": 30.0, "peak_resident_bytes": 10,
+        "restarts": {}, "generated_tokens": 400.0, "generated_during_steps": 100.0,
+    }  # fmt: skip
+    figures = summarize(facts, lines)
+    assert figures["first_reward"] == pytest.approx(0.2)
+    assert figures["last_reward"] == pytest.approx(0.8)
+    assert figures["staleness"] == {1: 30}
+    assert figures["trained_tokens_per_second"] == pytest.approx(5.0)
+    assert figures["generated_tokens_per_second"] == pytest.approx(20.0)
+    assert figures["generated_during_steps_ratio"] == pytest.approx(0.25)
+    assert figures["accuracies"] == {0: 0.25, 10: 0.5}
+    assert closing_report(facts, lines).row_count == 8
+
+
+def test_a_report_without_any_step_says_nan_and_does_not_fail():
+    facts = {
+        "status": "failed", "reason": "x", "folder": "f", "seconds": 1.0, "peak_resident_bytes": 0,
+        "restarts": {"trainer": 1}, "generated_tokens": 0.0, "generated_during_steps": 0.0,
+    }  # fmt: skip
+    assert math.isnan(summarize(facts, [])["first_reward"])
+    closing_report(facts, [])

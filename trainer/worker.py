@@ -1,0 +1,125 @@
+"""A trainer rank as a process: meets the others, loads the model or the newest checkpoint, opens a lineage, runs the loop.
+
+Rank 0 decides and talks to the data module and the relay; the other ranks follow its commands. A rank that dies takes all
+along: the supervisor starts them together from the newest checkpoint.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from laminar.cluster.roles import RoleContext
+from laminar.config.root import LaminarConfig
+from laminar.errors import DeadlineError
+from laminar.experience.buffer import ExperienceBuffer
+from laminar.experience.client import connect
+from laminar.experience.store import ExperienceStore
+from laminar.telemetry.stream import TelemetryWriter
+from laminar.types import WeightVersion
+from relay.publisher import Publisher
+from relay.store import open_store
+from trainer.loop import TrainingLoop
+from trainer.publishing import WeightPublisher
+from trainer.session import TrainingSession
+
+logger = logging.getLogger("laminar.trainer.worker")
+
+Result = TypeVar("Result")
+
+MEETING_POLL_SECONDS = 0.05
+
+
+class TrainerRank:
+    """One rank."""
+
+    def __init__(self, context: RoleContext, config: LaminarConfig, rank: int, generation: int) -> None:
+        self._context, self._config, self._rank, self._generation = context, config, rank, generation
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._stop_asked = False
+
+    async def start(self) -> None:
+        """Meet, load, and, on rank 0, publish the version that workers start from."""
+        self._redis = await connect(self._context.redis_url)
+        store = await self._meet()
+        self._session = await self._in_thread(self._load, store)
+        if self._rank == 0:
+            await self._open_lineage()
+
+    async def run(self) -> dict[str, Any]:
+        """Train to the end, or follow rank 0 there; returns its closing words."""
+        if self._rank != 0:
+            await self._in_thread(self._session.follow)
+            return {}
+        if self._stop_asked:
+            self._loop.stop()
+        result = await self._loop.run()
+        await self._in_thread(self._session.dismiss)
+        await self._redis.aclose()
+        return result
+
+    async def stop(self) -> None:
+        """Finish the step, save, return."""
+        self._stop_asked = True
+        if hasattr(self, "_loop"):
+            self._loop.stop()
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    async def _meet(self) -> Store | None:
+        """The store where ranks meet: rank 0 binds a port of the system's choice and publishes it under its generation.
+
+        Raises:
+            DeadlineError: rank 0 does not publish it in time.
+        """
+        trainer = self._config.trainer
+        if trainer.num_ranks == 1:
+            return None
+        key = f"laminar:{self._context.run_id}:directory:trainer:{self._generation}"
+        if self._rank == 0:
+            store = self._tcp_store(self._context.node_address, 0, is_master=True)
+            await self._redis.set(key, f"{self._context.node_address} {store.port}", ex=int(trainer.start_seconds))
+            return store
+        deadline = time.monotonic() + trainer.start_seconds
+        while (address := await self._redis.get(key)) is None:
+            if time.monotonic() > deadline:
+                raise DeadlineError("trainer rank 0 to publish where ranks meet", trainer.start_seconds)
+            await asyncio.sleep(MEETING_POLL_SECONDS)
+        host, port = address.decode().split()
+        return await self._in_thread(lambda: self._tcp_store(host, int(port), is_master=False))
+
+    def _tcp_store(self, host: str, port: int, *, is_master: bool) -> TCPStore:
+        trainer = self._config.trainer
+        timeout = timedelta(seconds=trainer.start_seconds)
+        return TCPStore(host, port, trainer.num_ranks, is_master=is_master, timeout=timeout, wait_for_workers=False)
+
+    def _load(self, store: Store | None) -> TrainingSession:
+        return TrainingSession(self._config, self._context.run_folder, self._rank, store)
+
+    async def _open_lineage(self) -> None:
+        """Publish the weights that were loaded under a new lineage, then let the data module go on from their number.
+
+        The lineage is above every one that left a trace: in the checkpoint, the data module, or the relay's store.
+        """
+        experience = ExperienceStore(self._redis, self._context.run_id)
+        buffer = ExperienceBuffer(experience)
+        telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)
+        weights = open_store(self._config, self._context.run_id, self._context.node_id)
+        publisher = WeightPublisher(
+            Publisher(weights, Path(self._config.model.path)), self._session.engine.state_tensors
+        )
+        seen = [(await buffer.peek()).published, weights.newest()]
+        progress = self._session.progress
+        progress.lineage = 1 + max([version.lineage for version in seen if version is not None] + [progress.lineage])
+        await self._in_thread(publisher.publish, WeightVersion(progress.lineage, progress.step))
+        report = await buffer.restore(progress.lineage, progress.step, self._session.frontier)
+        logger.info("lineage %s opens at number %s: %s", progress.lineage, progress.step, report)
+        await telemetry.emit("restored", fields={"step": progress.step, "report": str(report)})
+        self._loop = TrainingLoop(self._config, self._session, publisher, buffer, telemetry, progress, self._thread)
