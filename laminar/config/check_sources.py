@@ -9,7 +9,7 @@ from pathlib import Path
 
 from laminar.config.root import LaminarConfig
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
 _LOCAL_FOLDERS = ("models", "model", "data", "datasets", "checkpoints", "runs", "outputs")
 """First parts of relative paths that are surely no organisation's name on the hub."""
 _DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -17,7 +17,7 @@ _ABSENT = "nothing of that name lies beside the config file or in the working fo
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether `text` can be `organisation/name` on the hub, rather than a local path that exists or should."""
+    """Whether `text` can be `owner/name` on the hub (of a dataset also `owner/name:configuration`), not a local path."""
     first = text.partition("/")[0]
     is_file = text.endswith((*_DATA_SUFFIXES, ".json", ".csv"))
     is_local = is_file or first in _LOCAL_FOLDERS or Path(first).exists() or Path(text).exists()
@@ -49,8 +49,8 @@ def _model_faults(setting: str, text: str) -> Iterator[str]:
             yield f'`{setting}` is "{text}": the folder holds no config.json; give the folder of a Hugging Face model'
     elif path.exists():
         yield f'`{setting}` is "{text}": that is a file; give the folder of a Hugging Face model'
-    elif not is_hub_name(text):
-        yield f'`{setting}` is "{text}": {_ABSENT}; give a model\'s folder, or organisation/name on the Hugging Face hub'
+    elif not is_hub_name(text) or ":" in text:
+        yield f'`{setting}` is "{text}": {_ABSENT}; give a model\'s folder, or owner/name on the Hugging Face hub'
 
 
 def _data_faults(setting: str, text: str) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _data_faults(setting: str, text: str) -> Iterator[str]:
         if path.suffix not in _DATA_SUFFIXES:
             yield f'`{setting}` is "{text}": give a .jsonl or .parquet file, or a Hugging Face dataset'
     elif not path.exists() and not is_hub_name(text):
-        yield f'`{setting}` is "{text}": {_ABSENT}; give a file, or organisation/name of a dataset on the Hugging Face hub'
+        yield f'`{setting}` is "{text}": {_ABSENT}; give a file, or owner/name of a dataset on the Hugging Face hub'
 
 
 def _model_settings(config: LaminarConfig) -> list[tuple[str, str]]:

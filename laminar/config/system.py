@@ -29,7 +29,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """`[model]`: the policy."""
 
-    path: str
+    path: str = Field(min_length=1)
     """Folder of a Hugging Face causal model; a relative path counts from the config file, then from the working folder."""
     tokenizer: str = ""
     """Folder of the tokenizer; empty: the model's."""
@@ -40,12 +40,10 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """`[data]`: the prompts."""
 
-    path: str
-    """A `.jsonl` or `.parquet` file, or the name or folder of a Hugging Face dataset."""
+    path: str = Field(min_length=1)
+    """A `.jsonl` or `.parquet` file, or a Hugging Face dataset: a folder, `owner/name` or `owner/name:configuration`."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
-    subset: str = ""
-    """Configuration of a Hugging Face dataset (`main` of GSM8K); empty: its only one."""
     prompt_column: str = "prompt"
     """Column that holds raw text, or a list of chat messages."""
     seed: int = Field(0, ge=0)
@@ -134,7 +132,7 @@ class EvalConfig(Section):
     path: str = ""
     """Held-out prompts, in the form of `data.path`; empty: no evaluation."""
     split: str = "test"
-    """Split of a Hugging Face dataset; its subset and prompt column are those of `[data]`."""
+    """Split of a Hugging Face dataset; the prompt column is that of `[data]`."""
     num_prompts: int = Field(100, ge=1)
     """Prompts used, from the first."""
     at_start: bool = True

@@ -180,6 +180,7 @@ def test_a_users_own_reward_beside_the_config_is_found_and_its_options_checked(f
     [
         ("Qwen/Qwen2.5-7B-Instruct", True),
         ("openai/gsm8k", True),
+        ("openai/gsm8k:main", True),
         ("models/demo", False),
         ("./somewhere/demo", False),
         ("/somewhere/demo", False),
@@ -189,7 +190,7 @@ def test_a_users_own_reward_beside_the_config_is_found_and_its_options_checked(f
         ("../x", False),
     ],
 )
-def test_only_organisation_slash_name_counts_as_a_name_on_the_hub(name, expected):
+def test_only_owner_slash_name_counts_as_a_name_on_the_hub(name, expected):
     assert is_hub_name(name) is expected
 
 

@@ -70,6 +70,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path, content):
         ("[rollout.sampling]\nstop_token_ids = [1, -2]", "`rollout.sampling.stop_token_ids[1]` is -2"),
         ('[rewards]\nkind = "regex"', "it must be a list of tables, each written as `[[rewards]]`"),
         ("[[rewards]]\nweight = 1.0", "`rewards[0].kind` is missing: Name of the implementation"),
+        ("eval.path = 3", "`eval.path` is 3: it must be text"),
         ("trainer = 3", "`trainer` is 3: it must be a table, written as `[trainer]`"),
     ],
 )
