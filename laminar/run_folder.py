@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from laminar.errors import ConfigError
@@ -26,6 +26,7 @@ class RunState:
         status: `starting`, `running`, `stopping`, `finished`, `stopped` or `failed`.
         reason: why it stopped or failed, in a sentence.
         lives: how many times it was started or resumed.
+        roles: process id of each role that was started, by name.
     """
 
     run_id: str
@@ -36,6 +37,7 @@ class RunState:
     redis_url: str = ""
     started_at: float = 0.0
     lives: int = 1
+    roles: dict[str, int] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
 

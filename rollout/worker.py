@@ -9,17 +9,14 @@ It does not know how batches are made or weights are written.
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from typing import Any
 
-import redis.exceptions
-
 from laminar.cluster.roles import RoleContext
 from laminar.codec import decode_prompt
 from laminar.config.root import LaminarConfig
-from laminar.errors import DeadlineError, EngineError, RelayError, RunFailedError
+from laminar.errors import DeadlineError, EngineError, ExperienceError, RelayError, RunFailedError
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.prompts import PromptPool
@@ -118,7 +115,7 @@ class RolloutWorker:
                 self._may_swap.set()
 
     async def _leave(self) -> None:
-        with contextlib.suppress(redis.exceptions.RedisError):
+        with contextlib.suppress(ExperienceError):
             await self._pool.give_back(self._context.role, list(self._groups))
         await self._replica.kill()
         await self._redis.aclose()
@@ -134,14 +131,10 @@ class RolloutWorker:
             version = self._replica.version
             granted = 0
             if room > 0 and version is not None and not self._replica.is_closed:
-                try:
-                    claim = await self._pool.claim(self._context.role, version, room, self._rollout.lease_seconds)
-                except redis.exceptions.RedisError as error:
-                    logger.warning("claim: %s", error)
-                else:
-                    granted = len(claim.groups)
-                    for group in claim.groups:
-                        self._groups[group.group_id] = self._group.create_task(self._play_group(group))
+                claim = await self._pool.claim(self._context.role, version, room, self._rollout.lease_seconds)
+                granted = len(claim.groups)
+                for group in claim.groups:
+                    self._groups[group.group_id] = self._group.create_task(self._play_group(group))
             if not granted:
                 await asyncio.sleep(CLAIM_PAUSE_SECONDS)
 
@@ -165,23 +158,9 @@ class RolloutWorker:
             self._count(trajectory)
             if trajectory.failure is None or trajectory.failure.kind is FailureKind.USER_BUG:
                 break
-        await self._submit(trajectory)
-
-    async def _submit(self, trajectory: Trajectory) -> None:
-        """Hand in the outcome; the lease bounds how long it is tried."""
-        deadline = time.monotonic() + self._rollout.lease_seconds
-        while True:
-            try:
-                outcome = await self._buffer.submit(trajectory, self._context.role)
-            except redis.exceptions.RedisError as error:
-                if time.monotonic() > deadline:
-                    raise
-                logger.warning("submit %s: %s", trajectory.trajectory_id, error)
-                await asyncio.sleep(CLAIM_PAUSE_SECONDS)
-            else:
-                if outcome.startswith("refused"):
-                    logger.info("submit %s: %s", trajectory.trajectory_id, outcome)
-                return
+        outcome = await self._buffer.submit(trajectory, self._context.role)
+        if outcome.startswith("refused"):
+            logger.info("submit %s: %s", trajectory.trajectory_id, outcome)
 
     def _count(self, trajectory: Trajectory) -> None:
         self._num_ended += 1
@@ -244,11 +223,7 @@ class RolloutWorker:
         """Renew what is being played; give up what was lost to another worker."""
         while True:
             await asyncio.sleep(self._rollout.lease_seconds / 4)
-            try:
-                lost = await self._pool.renew(self._context.role, list(self._groups), self._rollout.lease_seconds)
-            except redis.exceptions.RedisError as error:
-                logger.warning("renew: %s", error)
-                continue
+            lost = await self._pool.renew(self._context.role, list(self._groups), self._rollout.lease_seconds)
             for group_id in lost:
                 if task := self._groups.get(group_id):
                     logger.info("group %s was lost or evicted; aborting it", group_id)

@@ -33,7 +33,7 @@ OFFER_SECONDS = 0.2
 class Progress:
     """Where the run stands; part of every checkpoint."""
 
-    lineage: int
+    lineage: int = -1
     step: int = 0
     trained_tokens: float = 0.0
     step_seconds: float = 0.0
@@ -140,12 +140,12 @@ class TrainingLoop:
             "staleness/dropped_groups": self._source.dropped_groups,
             "experience/ready_groups": sum(h.state is GroupState.READY for h in headers),
             "experience/open_groups": sum(h.state is GroupState.IN_FLIGHT for h in headers),
-            "experience/bytes": sum(h.num_bytes for h in headers),
+            "experience/bytes": batch.snapshot.reserved_bytes,
             "experience/admitted": counters.admitted,
             "experience/trained": counters.trained,
-            "experience/evicted": counters.evicted,
+            "experience/evicted": counters.num_evicted,
             "experience/filtered": counters.filtered,
-            "experience/failed": counters.failed,
+            "experience/failed": counters.num_failed,
         }
 
     async def _save(self) -> int:

@@ -107,14 +107,14 @@ class BatchSource:
                 self._judged[group_id] = group
             else:
                 useless.append(group_id)
-        failed = snapshot.counters.failed - self._failed_before
-        self._failed_before = snapshot.counters.failed
+        failed = snapshot.counters.num_failed - self._failed_before
+        self._failed_before = snapshot.counters.num_failed
         self._barren += len(useless) + failed // self._config.rollout.group_size
         if self._barren > MAX_BARREN_BATCHES * self._config.trainer.prompts_per_step:
             raise RunFailedError(
                 f"{self._barren} groups in a row were of no use ({snapshot.counters.filtered} trajectories filtered as "
-                f"uninformative, {snapshot.counters.failed} failed so far): the task is too easy, too hard or broken; look at "
-                "the rewards, or set trainer.algorithm.options.filter_zero_variance = false"
+                f"uninformative, {snapshot.counters.num_failed} failed so far): the task is too easy, too hard or broken; "
+                "look at the rewards, or set trainer.algorithm.options.filter_zero_variance = false"
             )
         if useless:
             await self._buffer.filter(useless)

@@ -112,12 +112,10 @@ class TrainerRank:
         buffer = ExperienceBuffer(experience)
         telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)
         weights = open_store(self._config, self._context.run_id, self._context.node_id)
-        publisher = WeightPublisher(
-            Publisher(weights, Path(self._config.model.path)), self._session.engine.state_tensors
-        )
-        seen = [(await buffer.peek()).published, weights.newest()]
-        progress = self._session.progress
-        progress.lineage = 1 + max([version.lineage for version in seen if version is not None] + [progress.lineage])
+        publisher = WeightPublisher(Publisher(weights, Path(self._config.model.path)), self._session.engine.state_tensors)
+        progress, snapshot, newest = self._session.progress, await buffer.peek(), weights.newest()
+        seen = [progress.lineage, snapshot.published.lineage if snapshot.is_open else -1, newest.lineage if newest else -1]
+        progress.lineage = max(seen) + 1
         await self._in_thread(publisher.publish, WeightVersion(progress.lineage, progress.step))
         report = await buffer.restore(progress.lineage, progress.step, self._session.frontier)
         logger.info("lineage %s opens at number %s: %s", progress.lineage, progress.step, report)

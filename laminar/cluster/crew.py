@@ -29,9 +29,15 @@ class Crew:
     """All roles of one life of a run."""
 
     def __init__(
-        self, config: LaminarConfig, context: RoleContext, telemetry: TelemetryWriter, say: Callable[[str], None]
+        self,
+        config: LaminarConfig,
+        context: RoleContext,
+        telemetry: TelemetryWriter,
+        say: Callable[[str], None],
+        note_process: Callable[[str, int], None],
     ) -> None:
         self._config, self._context, self._telemetry, self._say = config, context, telemetry, say
+        self._note_process = note_process
         self._workers: dict[int, RoleProcess] = {}
         self._workers_changed = asyncio.Condition()
         self._ranks: list[RoleProcess] = []
@@ -124,16 +130,21 @@ class Crew:
     def _process(self, spec: RoleSpec) -> RoleProcess:
         return RoleProcess(spec, self._context, self._config)
 
+    async def _start(self, process: RoleProcess, seconds: float) -> None:
+        await process.place(self._config.cluster.placement_seconds)
+        self._note_process(process.spec.name, process.pid)
+        await process.start(seconds)
+
     async def _run_relay(self) -> None:
         self._relay = self._process(relay_spec())
-        await self._relay.start(self._config.cluster.placement_seconds, RELAY_START_SECONDS)
+        await self._start(self._relay, RELAY_START_SECONDS)
         await self._relay.call("run")
 
     async def _run_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         worker = self._process(rollout_spec(self._config, index))
         start_seconds = self._config.rollout.engine.start_seconds + self._config.trainer.start_seconds
         try:
-            await worker.start(self._config.cluster.placement_seconds, start_seconds)
+            await self._start(worker, start_seconds)
             async with self._workers_changed:
                 self._workers[index] = worker
                 self._workers_changed.notify_all()
@@ -151,7 +162,7 @@ class Crew:
         try:
             async with asyncio.TaskGroup() as group:
                 for rank in self._ranks:
-                    group.create_task(rank.start(self._config.cluster.placement_seconds, self._config.trainer.start_seconds))
+                    group.create_task(self._start(rank, self._config.trainer.start_seconds))
             on_published()
             async with asyncio.TaskGroup() as group:
                 runs = [group.create_task(rank.call("run")) for rank in self._ranks]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.codec import encode_prompt
-from laminar.config.explain import bytes_per_group
+from laminar.config.sizes import bytes_per_group
 from laminar.config.root import LaminarConfig
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore

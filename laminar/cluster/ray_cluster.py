@@ -16,6 +16,7 @@ import ray
 import ray.exceptions
 
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, RoleSpec
+from laminar.config.load import append_user_modules
 from laminar.config.root import LaminarConfig
 from laminar.errors import DeadlineError, EnvironmentSetupError, LaminarError
 
@@ -77,28 +78,35 @@ class RoleProcess:
         )
         self._actor = actor.remote(spec, context, config)
 
-    async def start(self, placement_seconds: float, start_seconds: float) -> None:
-        """Wait until the process is placed, then until its role is ready.
+    async def place(self, seconds: float) -> None:
+        """Wait until Ray has started the process; `pid` is its id.
 
         Raises:
             EnvironmentSetupError: if Ray finds no room for it in time.
-            DeadlineError: if the role is not ready in time.
+            RoleDiedError: if the process could not be started.
         """
         try:
-            async with asyncio.timeout(placement_seconds):
-                self.pid = await self._actor.process_id.remote()
+            async with asyncio.timeout(seconds):
+                self.pid: int = await self._actor.process_id.remote()
         except ray.exceptions.RayActorError as error:
             raise RoleDiedError(f"the process of {self.spec.name} did not start: {_last_line(str(error))}") from None
         except TimeoutError:
             raise EnvironmentSetupError(
                 f"Ray found no room for {self.spec.name} ({self.spec.num_cpus:g} CPUs, {self.spec.num_gpus:g} GPUs) in "
-                f"{placement_seconds:g} s; lower the number of workers or ranks, or add machines"
+                f"{seconds:g} s; lower the number of workers or ranks, or add machines"
             ) from None
+
+    async def start(self, seconds: float) -> None:
+        """Wait until the role is ready.
+
+        Raises:
+            DeadlineError: if it is not in time.
+        """
         try:
-            async with asyncio.timeout(start_seconds):
+            async with asyncio.timeout(seconds):
                 await self.call("start")
         except TimeoutError:
-            raise DeadlineError(f"{self.spec.name} to start", start_seconds) from None
+            raise DeadlineError(f"{self.spec.name} to start", seconds) from None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a coroutine method of the role.
@@ -132,6 +140,7 @@ class _RoleActor:
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
             force=True,
         )
+        append_user_modules(config.run.config_directory)
         module, _, name = spec.target.partition(":")
         node_id = ray.get_runtime_context().get_node_id()[:12]
         address = ray.util.get_node_ip_address()

@@ -149,7 +149,7 @@ class Supervisor:
         telemetry = TelemetryWriter(self._redis, context.run_id, "supervisor")
         reader = TelemetryReader(self._redis, context.run_id)
         observer = Observer(reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view))
-        crew = Crew(self._config, context, telemetry, self._say)
+        crew = Crew(self._config, context, telemetry, self._say, self._note_process)
         self.outcome.restarts = crew.restarts
         try:
             async with asyncio.TaskGroup() as group:
@@ -228,6 +228,9 @@ class Supervisor:
         except (TimeoutError, LaminarError) as error:
             self.outcome.reason = f"told to stop; the trainer did not save in time ({error}), the previous checkpoint stands"
             training.cancel()
+
+    def _note_process(self, role: str, pid: int) -> None:
+        self._folder.update_state(roles={**self._folder.read_state().roles, role: pid})
 
     def _was_evaluated(self, step: int) -> bool:
         path = self._folder.metrics

@@ -1,0 +1,1 @@
+"""The config: models, loading, checks, explanation."""

@@ -1,0 +1,1 @@
+"""Pure decisions, shared by the real system and the simulator."""
