@@ -5,13 +5,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from laminar.cluster.supervisor import Outcome, Supervisor
 from laminar.config.check import check_config
 from laminar.config.load import dump_toml, load_config
 from laminar.config.root import LaminarConfig
@@ -22,6 +21,9 @@ from laminar.telemetry.panel import render, step_line
 from laminar.telemetry.report import closing_report
 from laminar.telemetry.stream import Event
 from laminar.telemetry.view import RunView
+
+if TYPE_CHECKING:
+    from laminar.cluster.supervisor import Outcome, Supervisor
 
 OnEvent = Callable[[Event, RunView], None]
 Say = Callable[[str], None]
@@ -57,6 +59,8 @@ def resume(
 
 def live(settings: LaminarConfig, folder: RunFolder, config_folder: Path) -> None:
     """Run one life in the foreground and print its report."""
+    from laminar.cluster.supervisor import Supervisor  # brings Ray, which takes seconds
+
     console = Console()
     console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
     wanted = settings.metrics.panel
@@ -69,7 +73,7 @@ def live(settings: LaminarConfig, folder: RunFolder, config_folder: Path) -> Non
         raise typer.Exit(130)
 
 
-def _run_to_the_end(supervisor: Supervisor) -> Outcome:
+def _run_to_the_end(supervisor: "Supervisor") -> "Outcome":
     try:
         return asyncio.run(supervisor.run())
     except asyncio.CancelledError:
@@ -100,7 +104,7 @@ def screen(console: Console, settings: LaminarConfig, show_panel: bool) -> Itera
         )
 
 
-def outcome_facts(outcome: Outcome) -> dict[str, object]:
+def outcome_facts(outcome: "Outcome") -> dict[str, object]:
     """What the closing report says besides the metrics."""
     return {
         "status": outcome.status,

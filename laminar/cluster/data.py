@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from laminar.codec import encode_prompt
-from laminar.config.sizes import bytes_per_group
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import bytes_per_group
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
 from laminar.plugins import load_attribute

@@ -24,6 +24,7 @@ import redis.exceptions
 
 from laminar.cluster.crew import STOP_SECONDS, Crew, first_error
 from laminar.cluster.data import RunData, load_run_data
+from laminar.cluster.hub import with_local_model
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
 from laminar.cluster.ray_cluster import RayCluster
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, cpus_needed
@@ -116,6 +117,7 @@ class Supervisor:
         stack.callback(sentinel.dismiss)
         stack.callback(end_processes, state.run_id, STOP_SECONDS)
 
+        self._config = await asyncio.to_thread(with_local_model, self._config)
         data = await asyncio.to_thread(load_run_data, self._config, self._config_folder)
         self._say(f"{len(data.prompts)} prompts" + (f", {len(data.held_out)} held out" if data.held_out else ""))
         url = self._config.experience.redis_url
