@@ -22,7 +22,7 @@ from laminar.types import Failure, FailureKind
 logger = logging.getLogger("laminar.rollout")
 
 _CANCEL_GRACE_SECONDS = 1.0
-"""How long a timed-out coroutine may take to clean up before it is abandoned."""
+"""How long a timed-out coroutine may take to clean up before it is abandoned, at most as long as its deadline."""
 
 
 class EpisodeError(LaminarError):
@@ -73,7 +73,7 @@ async def guard(
         timed_out = not task.done()
         if timed_out:  # or the caller is being cancelled
             task.cancel()
-            await asyncio.wait({task}, timeout=_CANCEL_GRACE_SECONDS)
+            await asyncio.wait({task}, timeout=min(_CANCEL_GRACE_SECONDS, max(seconds, 0.0)))
     if timed_out:
         raise EpisodeError(timeout_kind, f"{what} took longer than {seconds:.4g} s; mend it or raise {limit}")
     if task.cancelled():

@@ -16,6 +16,7 @@ from laminar.errors import ConfigError
 from laminar.types import Message, Prompt
 from rollout.rewards.scorer import build_scorer
 from rollout.rows import read_rows
+from rollout.tokens import load_tokenizer
 
 _ID_COLUMNS = ("prompt_id", "id")
 _ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -33,8 +34,6 @@ def load_run_prompts(config: LaminarConfig, config_folder: Path) -> tuple[list[P
         held_out = load_prompts(config.data.model_copy(update={"path": config.eval.path}), config_folder)[
             : config.eval.num_prompts
         ]
-    from rollout.tokens import load_tokenizer  # brings transformers, which takes seconds
-
     tokenizer = load_tokenizer(_model_folder(config, config_folder))
     scorer = build_scorer(config.rewards)
     for part in (prompts, held_out):

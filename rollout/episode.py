@@ -40,7 +40,7 @@ from rollout.turn import TurnSampler
 logger = logging.getLogger("laminar.rollout")
 
 _CLOSE_SECONDS = 10.0
-"""Deadline of an environment's `close`."""
+"""Deadline of an environment's `close`, at most its wall budget."""
 
 
 async def play_episode(
@@ -111,14 +111,14 @@ class _Clock:
     """The wall budget of an episode, and what its time goes into."""
 
     def __init__(self, wall_seconds: float) -> None:
-        self._wall_seconds = wall_seconds
+        self.wall_seconds = wall_seconds
         self._started_at = time.time()
         self._start = time.monotonic()
         self._spent = {"generate": 0.0, "environment": 0.0, "reward": 0.0}
 
     @property
     def remaining_seconds(self) -> float:
-        return max(0.0, self._start + self._wall_seconds - time.monotonic())
+        return max(0.0, self._start + self.wall_seconds - time.monotonic())
 
     @contextmanager
     def book(self, area: str) -> Iterator[None]:
@@ -138,7 +138,7 @@ class _Clock:
             except TimeoutError as error:
                 if not scope.expired():
                     raise
-                text = f"environment.wall_seconds = {self._wall_seconds:g} ran out (in: {area}); raise it, or ask for less"
+                text = f"environment.wall_seconds = {self.wall_seconds:g} ran out (in: {area}); raise it, or ask for less"
                 raise EpisodeError(FailureKind.TIMEOUT, text) from error
 
     def timings(self) -> Timings:
@@ -172,7 +172,7 @@ class _Episode:
                 while observation is not None:
                     self._show(observation)
                     observation = await self._step(environment, await self._answer())
-            return await self._judge()
+                return await self._judge()
         except EpisodeError as error:
             if error.failure.kind is FailureKind.TIMEOUT:
                 self.finish_reason = FinishReason.WALL_TIME
@@ -195,9 +195,9 @@ class _Episode:
                 environment.close,
                 what="environment close",
                 kind=FailureKind.ENVIRONMENT,
-                seconds=_CLOSE_SECONDS,
+                seconds=min(_CLOSE_SECONDS, self.clock.wall_seconds),
                 timeout_kind=FailureKind.ENVIRONMENT,
-                limit="nothing: close must be quick",
+                limit="environment.wall_seconds",
             )
         except EpisodeError as error:  # the verdict stands: what the policy did is not changed by a failing clean-up
             logger.warning("trajectory %s: %s", self.trajectory_id, error)

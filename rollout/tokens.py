@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from laminar.errors import ConfigError
 from laminar.types import Int32Array, Message, Prompt
@@ -114,6 +113,8 @@ def load_tokenizer(folder: str | Path) -> HuggingFaceTokenizer:
     Raises:
         ConfigError: there is none.
     """
+    from transformers import AutoTokenizer  # takes seconds, and episodes with other tokenizers need none of it
+
     try:
         return HuggingFaceTokenizer(
             AutoTokenizer.from_pretrained(str(folder), local_files_only=Path(folder).is_dir()), str(folder)

@@ -14,7 +14,7 @@ from rollout.generation import Generation, Generator
 from rollout.tokens import Tokenizer
 from rollout.transcript import Transcript
 
-_MAX_FRUITLESS_ABORTS = 8
+_MAX_FRUITLESS_ABORTS = 6
 """Aborts in a row without a new token before the engine is given up."""
 _RESUME_DELAY_SECONDS = 0.01
 """Pause before resuming after a fruitless abort; doubles each time, so that an engine being swapped is not flooded."""

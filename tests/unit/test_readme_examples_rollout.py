@@ -1,0 +1,68 @@
+"""The examples of rollout/README.md run verbatim."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import rollout
+from laminar.config.system import EnvironmentConfig, RewardConfig
+from laminar.types import ClaimedGroup, Prompt, SamplingParameters
+from rollout.environments.factory import build_environment_factory
+from rollout.episode import play_episode
+from rollout.rewards.scorer import build_scorer
+from rollout.scripted import CodePointTokenizer, ScriptedEngine
+
+README = Path(rollout.__file__).parent / "README.md"
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def examples(tmp_path, monkeypatch):
+    """Writes the modules where a user would, and gives the TOML."""
+    for code in blocks("python"):
+        (tmp_path / code.split("\n", 1)[0].removeprefix("# ")).write_text(code, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tomllib.loads("\n".join(blocks("toml")))
+
+
+async def play(examples, script, *, rewards):
+    return await play_episode(
+        group=ClaimedGroup("00000000", 0, Prompt("p", "8 + 9 =", {"answer": "17"}), (0,), 0),
+        member=0,
+        attempt=0,
+        engine=ScriptedEngine(script),
+        make_environment=build_environment_factory(EnvironmentConfig(**(examples["environment"] if not rewards else {}))),
+        scorer=build_scorer([RewardConfig(**entry) for entry in examples["rewards"]] if rewards else []),
+        tokenizer=CodePointTokenizer(),
+        sampling=SamplingParameters(1.0, 16, 0),
+        run_seed=0,
+        wall_seconds=10,
+    )
+
+
+@pytest.mark.parametrize(("answer", "reward"), [(" 17\n", 0.5), (" 18", 0.25), (" seventeen", 0.0), ("\n", 0.0)])
+async def test_reward_example_scores_as_it_says(examples, answer, reward):
+    trajectory = await play(examples, [answer], rewards=True)
+    assert trajectory.reward == reward
+    assert set(trajectory.reward_terms) == {"close"}
+
+
+@pytest.mark.parametrize(
+    ("script", "reward", "num_turns"), [([" 17"], 1.0, 1), ([" 16", " 17"], 0.5, 2), ([" 16", " 15"], 0.0, 2)]
+)
+async def test_environment_example_plays_as_it_says(examples, script, reward, num_turns):
+    trajectory = await play(examples, script, rewards=False)
+    assert (trajectory.reward, len(trajectory.turns)) == (reward, num_turns)
+
+
+def test_readme_lists_every_module():
+    text = README.read_text("utf-8")
+    missing = [
+        file.name for file in README.parent.glob("*.py") if file.name != "__init__.py" and f"`{file.name}`" not in text
+    ]
+    assert missing == []

@@ -1,0 +1,113 @@
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from laminar.errors import ConfigError
+from laminar.types import Message, Prompt
+from rollout.tiny import CHARACTERS, VOCABULARY, make_model
+from rollout.tokens import HuggingFaceTokenizer, end_token_ids, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_folder):
+    return load_tokenizer(tiny_folder)
+
+
+def byte_level(*, leading=False, template=None):
+    """All 256 bytes as tokens, and optionally a leading and a trailing special token by default."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate([*alphabet, "<s>", "</s>"])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if leading:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)]
+        )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = template
+    return HuggingFaceTokenizer(fast, "bytes")
+
+
+def test_one_character_is_one_token_and_comes_back(tiny):
+    token_ids = tiny.encode(CHARACTERS)
+    assert token_ids.dtype == np.int32
+    assert token_ids.tolist() == [VOCABULARY[character] for character in CHARACTERS]
+    assert tiny.decode(token_ids) == CHARACTERS
+    assert tiny.size == len(VOCABULARY)
+
+
+def test_special_tokens_are_left_out_of_text_unless_asked_for(tiny):
+    token_ids = [VOCABULARY["7"], VOCABULARY["<end>"]]
+    assert tiny.decode(token_ids) == "7"
+    assert tiny.decode(token_ids, keep_special=True) == "7<end>"
+
+
+def test_spaces_before_punctuation_are_not_tidied_away():
+    tokenizer = byte_level()
+    assert tokenizer.decode(tokenizer.encode("a . b 's")) == "a . b 's"
+
+
+def test_raw_text_gets_the_default_leading_token_and_no_trailing_one():
+    assert byte_level(leading=True).encode("a").tolist()[:1] == [256]
+    assert 257 not in byte_level(leading=True).encode("a")
+    assert byte_level().encode("a").tolist() == byte_level().encode_observation("a").tolist()
+    assert 256 not in byte_level(leading=True).encode_observation("a")
+
+
+def test_messages_go_through_the_template_with_a_generation_prompt_and_no_second_leading_token():
+    template = (
+        "<s>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = byte_level(leading=True, template=template)
+    token_ids = tokenizer.encode((Message("user", "hé"),))
+    assert tokenizer.decode(token_ids, keep_special=True) == "<s>user:hé;assistant:"
+    assert token_ids.tolist().count(256) == 1
+
+
+def test_messages_without_a_template_are_refused(tiny):
+    with pytest.raises(ConfigError, match="no chat template"):
+        tiny.encode((Message("user", "1"),))
+
+
+def test_half_a_character_does_not_break_decoding():
+    tokenizer = byte_level()
+    assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
+
+
+def test_a_prompt_at_the_limit_passes_and_one_beyond_is_named(tiny):
+    prompt = Prompt("train-000004", "123", {})
+    assert len(tiny.encode_prompt(prompt, 3)) == 3
+    with pytest.raises(ConfigError, match="train-000004 has 3 tokens"):
+        tiny.encode_prompt(prompt, 2)
+    assert tiny.check_prompts([prompt, Prompt("b", "1")], 3) == 3
+
+
+def test_a_folder_without_a_tokenizer_is_named_in_one_sentence(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_declared_end_id_counts(tiny, tmp_path):
+    # Case D10: the generation config, the config and the tokenizer may each declare others.
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [21, 20]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 22}))
+    assert end_token_ids(tmp_path, tiny) == (VOCABULARY["<end>"], 20, 21, 22)
+
+
+def test_a_malformed_end_id_is_refused(tiny, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        end_token_ids(tmp_path, tiny)
