@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from laminar.errors import ConfigError
 
@@ -144,9 +143,3 @@ def score_tokens(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) ->
     with torch.no_grad():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).nan_to_num(nan=0.0).sum(dim=-1)
     return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
-
-
-def can_share_prompts(model: PreTrainedModel) -> bool:
-    """Whether every layer keeps plain keys and values of all tokens (no sliding window, no recurrent state)."""
-    layers = DynamicCache(config=model.config).layers
-    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)

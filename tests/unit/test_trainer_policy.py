@@ -7,8 +7,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from laminar.errors import ConfigError, InvariantError
 from laminar.types import Chain, WeightVersion, given, sampled
+from trainer.model import can_share_prompts
 from trainer.packing import make_row, pack_rows
-from trainer.policy import Policy, can_share_prompts, score_tokens
+from trainer.policy import Policy, score_tokens
 
 VERSION = WeightVersion(0, 0)
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ def test_shared_prompts_change_no_gradient_in_float32():
 
 
 def relative_difference(ours, theirs):
-    """Largest over parameters, each relative to its own gradient's norm (transformers' norm layers round to float32 inside)."""
+    """Largest over parameters, relative to the own gradient's norm (norm layers of transformers round to float32 inside)."""
     return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
 
 

@@ -23,11 +23,17 @@ class Grpo:
 
     def __init__(self, options: GrpoOptions) -> None:
         self.options = options
+        self.aggregation = options.aggregation
+        self.fixed_tokens = options.fixed_tokens
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
         """Whether a complete group is worth training; asked before the batch is taken."""
         rewards = [trajectory.reward for trajectory in group]
         return not self.options.filter_zero_variance or is_informative(rewards, self.options.variance_tolerance)
+
+    def trains(self, trajectory: Trajectory) -> bool:
+        """Whether a trajectory without failure enters the loss, above and below the line."""
+        return not (self.options.mask_truncated and trajectory.is_truncated)
 
     def advantages(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Advantage by trajectory id; failed trajectories are absent."""

@@ -1,0 +1,79 @@
+"""What a batch of trajectories looks like, as metrics. Pure.
+
+Failed trajectories do not count. Lengths are of sampled tokens, before any mask of the loss. Averages are over trajectories.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from laminar.policies.staleness import split_staleness
+from laminar.types import Trajectory
+from trainer.algorithms.advantages import is_informative
+
+
+def batch_metrics(groups: Sequence[Sequence[Trajectory]], trained_on: int) -> dict[str, float]:
+    """Metrics of a batch that is about to be trained.
+
+    Args:
+        groups: the batch.
+        trained_on: number of the version that it will be trained on.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group]
+    good = [trajectory for trajectory in trajectories if trajectory.failure is None]
+    metrics = {"reward/zero_std_ratio": _mean(not is_informative([t.reward for t in group]) for group in groups)}
+    if good:
+        metrics |= _rewards(good) | _lengths(good) | _staleness(good, trained_on)
+    return metrics
+
+
+def _rewards(good: Sequence[Trajectory]) -> dict[str, float]:
+    rewards = [trajectory.reward for trajectory in good if trajectory.reward is not None]
+    terms = sorted({name for trajectory in good for name in trajectory.reward_terms})
+    metrics = {f"reward/term_{name}": _mean(t.reward_terms[name] for t in good if name in t.reward_terms) for name in terms}
+    return metrics | {
+        "reward/mean": _mean(rewards),
+        "reward/std": float(np.std(rewards)),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+    }
+
+
+def _lengths(good: Sequence[Trajectory]) -> dict[str, float]:
+    lengths = [trajectory.num_sampled_tokens for trajectory in good]
+    finished = [trajectory.num_sampled_tokens for trajectory in good if not trajectory.is_truncated]
+    return {
+        "rollout/response_tokens_sum": float(sum(lengths)),
+        **_distribution("rollout/response_tokens", lengths),
+        "rollout/response_tokens_min": float(min(lengths)),
+        "rollout/response_tokens_finished_mean": _mean(finished),
+        "rollout/truncated_ratio": _mean(trajectory.is_truncated for trajectory in good),
+        "rollout/mixed_version_ratio": _mean(len(set(trajectory.versions())) > 1 for trajectory in good),
+    }
+
+
+def _staleness(good: Sequence[Trajectory], trained_on: int) -> dict[str, float]:
+    splits = [
+        split_staleness(trajectory.oldest.number, trajectory.newest.number, trained_on)
+        for trajectory in good
+        if trajectory.oldest is not None and trajectory.newest is not None
+    ]
+    histogram = Counter(split.total for split in splits)
+    return {
+        **_distribution("staleness/versions", [split.total for split in splits]),
+        "staleness/in_flight_versions": _mean(split.in_flight for split in splits),
+        "staleness/in_queue_versions": _mean(split.in_queue for split in splits),
+        **{f"staleness/histogram_{versions}": float(count) for versions, count in sorted(histogram.items())},
+    }
+
+
+def _distribution(name: str, values: Sequence[int]) -> dict[str, float]:
+    p50, p95 = np.percentile(values, [50, 95])
+    numbers = {"mean": _mean(values), "p50": float(p50), "p95": float(p95), "max": float(max(values))}
+    return {f"{name}_{what}": number for what, number in numbers.items()}
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0

@@ -1,0 +1,42 @@
+"""Loading the policy's model from a Hugging Face folder, and what it can do."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.utils.logging import disable_progress_bar
+
+from laminar.config.system import ModelConfig
+from laminar.errors import ConfigError
+
+_DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(config: ModelConfig, *, gradient_checkpointing: bool) -> PreTrainedModel:
+    """Load the policy with every dropout at 0, so that one model has one probability for a token.
+
+    Raises:
+        ConfigError: if the folder holds no causal model, or one in a dtype that is not trained here.
+    """
+    disable_progress_bar()
+    try:
+        model_config = AutoConfig.from_pretrained(config.path, local_files_only=True)
+        for name, value in model_config.to_dict().items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+                setattr(model_config, name, 0.0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            config.path, config=model_config, dtype=_DTYPES[config.dtype], local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {config.path} holds no causal model that transformers can load: {error}") from error
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f'model.path {config.path} is stored in {model.dtype}: set model.dtype = "bfloat16" or "float32"')
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model
+
+
+def can_share_prompts(model: PreTrainedModel) -> bool:
+    """Whether every layer keeps plain keys and values of all tokens (no sliding window, no recurrent state)."""
+    layers = DynamicCache(config=model.config).layers
+    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
