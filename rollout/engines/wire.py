@@ -1,0 +1,164 @@
+"""The engine protocol as values: what a request may hold, and how an answer looks (SGLang's names, see README.md here).
+
+Invariants: an unknown field is refused, never ignored; log-probs and ids of an answer have one length.
+This module knows neither torch nor HTTP.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from laminar.errors import ConfigError
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class SamplingWire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """`sampling_params` of a request. Temperature 0 is greedy; `top_k` -1 and `top_p` 1 switch those filters off."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: list[int] | None = None
+    sampling_seed: int = 0
+    ignore_eos: bool = False
+
+
+class GenerateWire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Body of `/generate`: one prompt as token ids."""
+
+    input_ids: list[int]
+    rid: str
+    sampling_params: SamplingWire = SamplingWire()
+    return_logprob: bool = True
+    stream: bool = False
+    extra_key: str = ""
+
+    def check(self, vocabulary_size: int) -> None:
+        """Refuse what no engine could answer.
+
+        Raises:
+            ConfigError: with the value and the remedy.
+        """
+        sampling = self.sampling_params
+        if not self.input_ids:
+            raise ConfigError("input_ids is empty; send at least one token")
+        if min(self.input_ids) < 0 or max(self.input_ids) >= vocabulary_size:
+            raise ConfigError(f"input_ids hold an id outside [0, {vocabulary_size}); use the model's own tokenizer")
+        if sampling.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens {sampling.max_new_tokens} must be 1 or more")
+        if not 0 <= sampling.temperature < float("inf"):
+            raise ConfigError(f"temperature {sampling.temperature} must be finite and 0 or more")
+        if not 0 < sampling.top_p <= 1:
+            raise ConfigError(f"top_p {sampling.top_p} must lie in (0, 1]")
+        if sampling.top_k != -1 and sampling.top_k < 1:
+            raise ConfigError(f"top_k {sampling.top_k} must be -1 (off) or 1 or more")
+        if not 0 <= sampling.sampling_seed < 2**63:
+            raise ConfigError(f"sampling_seed {sampling.sampling_seed} must lie in [0, 2**63)")
+
+
+class UpdateWire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Body of `/update_weights_from_disk`."""
+
+    model_path: str
+    weight_version: str
+    flush_cache: bool = True
+
+
+class PauseWire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Body of `/pause_generation`."""
+
+    mode: PauseMode = "abort"
+
+
+class AbortWire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Body of `/abort_request`."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is.
+
+    Attributes:
+        running: requests being decoded.
+        waiting: requests queued, those of a pause included.
+        used_tokens: tokens in the key-value cache.
+        capacity_tokens: the most it may hold.
+        generated_tokens: tokens sampled since the engine started.
+    """
+
+    running: int
+    waiting: int
+    used_tokens: int
+    capacity_tokens: int
+    generated_tokens: int
+
+
+@dataclass(slots=True)
+class Span:
+    """Output tokens [start, end) sampled by one weight version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Output:
+    """What one request has produced so far.
+
+    Attributes:
+        ids, logprobs: one log-prob for every token id.
+        spans: which version sampled which tokens.
+        finish_reason: None while it runs.
+    """
+
+    rid: str
+    prompt_tokens: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    finish_reason: dict[str, Any] | None = None
+    error: str = ""
+
+    def append(self, token: int, logprob: float, version: str) -> None:
+        """Record one sampled token."""
+        start = len(self.ids)
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1].end = start + 1
+        else:
+            self.spans.append(Span(version, start, start + 1))
+
+    def answer(self, version: str, start: int = 0) -> dict[str, Any]:
+        """The JSON form; ids and log-probs from token `start` on (streams are incremental), the rest as of now.
+
+        Args:
+            version: the engine's present version, for an answer without tokens.
+            start: first token that the reader has not seen.
+        """
+        spans = self.spans or [Span(version, 0, 0)]
+        return {
+            "output_ids": self.ids[start:],
+            "meta_info": {
+                "id": self.rid,
+                "finish_reason": self.finish_reason,
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": len(self.ids),
+                "cached_tokens": self.cached_tokens,
+                "num_retractions": self.num_retractions,
+                "weight_version": spans[-1].version,
+                "weight_versions": [{"version": span.version, "start": span.start, "end": span.end} for span in spans],
+                "output_token_logprobs": [
+                    (logprob, token, None) for logprob, token in zip(self.logprobs[start:], self.ids[start:], strict=True)
+                ],
+            },
+        }
