@@ -1,0 +1,1 @@
+"""The rollout tier: workers, episodes, engines, environments, rewards."""

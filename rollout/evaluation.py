@@ -43,7 +43,7 @@ async def evaluate(player: Player, replica: Replica, prompts: Sequence[Prompt], 
     async def answer(prompt: Prompt) -> Trajectory:
         async with limit, replica.bind():
             item = ClaimedGroup(f"eval-{prompt.prompt_id}", 0, prompt, (0,), 0)
-            return await player.play(replica.client, item, 0, 0, Purpose.EVALUATION)
+            return await player.play(replica, item, 0, 0, Purpose.EVALUATION)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(answer(prompt)) for prompt in prompts]

@@ -12,17 +12,21 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from laminar.config.rollout import EngineConfig
 from laminar.errors import DeadlineError, EngineError, RelayError
-from laminar.types import WeightVersion
+from laminar.types import Int32Array, SamplingParameters, WeightVersion
 from relay.puller import Puller
 from rollout.engines.client import EngineClient
 from rollout.engines.process import EngineProcess
+from rollout.generation import Generation
 
 logger = logging.getLogger("laminar.rollout.replica")
+
+ABORT_SECONDS = 5.0
 
 StartEngine = Callable[[Path, WeightVersion], Awaitable[tuple[EngineProcess, EngineClient]]]
 """Starts an engine on a folder of weights; ready when it returns."""
@@ -65,7 +69,7 @@ class Replica:
 
     def is_alive(self) -> bool:
         """Whether the engine process runs."""
-        return self._process is not None and self._process.is_alive()
+        return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
         """Start the engine on the newest complete version."""
@@ -90,6 +94,28 @@ class Replica:
         if self._process is not None:
             await self._process.kill()
         self._process = self._client = None
+
+    async def generate(self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, /) -> Generation:
+        """Continue `input_ids` (T,) int32 on this engine; a caller that is cancelled has its request aborted.
+
+        Args:
+            input_ids: prompt and whatever was sampled or given after it.
+            sampling: how tokens are drawn.
+            request_id: the caller's name for it, for the log; the engine gets one of its own.
+
+        Raises:
+            EngineError: the engine answered wrongly, or not at all.
+            DeadlineError: it did not answer in time.
+        """
+        client, engine_id = self.client, uuid.uuid4().hex
+        try:
+            return await client.generate(input_ids, sampling, engine_id)
+        except asyncio.CancelledError:
+            with contextlib.suppress(EngineError, DeadlineError, TimeoutError):
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await client.abort(engine_id)
+            logger.info("request %s was cancelled", request_id)
+            raise
 
     async def wait_ready(self, seconds: float) -> None:
         """Wait until the engine holds known weights."""

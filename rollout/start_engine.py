@@ -1,19 +1,49 @@
-"""Starting a worker's engine process, by kind."""
+"""Starting a worker's engine process, by kind, and making sure that it holds what it should."""
 
 from pathlib import Path
 
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
+from laminar.errors import EngineError
 from laminar.types import WeightVersion
 from rollout.engines.client import EngineClient
-from rollout.engines.process import EngineProcess
+from rollout.engines.process import EngineLaunch, EngineProcess
 from rollout.replica import StartEngine
 
 
 def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
-    """A function that starts the configured engine on a folder of weights and waits until it is healthy."""
+    """A function that starts the configured engine on a folder of weights and waits until it answers with their version."""
+    engine = config.rollout.engine
 
     async def start(path: Path, version: WeightVersion) -> tuple[EngineProcess, EngineClient]:
-        raise NotImplementedError
+        process = EngineProcess(
+            EngineLaunch(
+                model=path,
+                version=version,
+                token=context.token,
+                run_id=context.run_id,
+                log=context.run_folder / "logs" / f"{context.role}-engine.log",
+                kind=engine.kind,
+                python=engine.python,
+                max_running=engine.max_running,
+                max_cached_tokens=engine.max_cached_tokens,
+                num_threads=engine.num_threads,
+                options=dict(engine.options),
+            )
+        )
+        url = await process.start(engine.start_seconds)
+        client = EngineClient(
+            url,
+            token=context.token,
+            run_id=context.run_id,
+            version=version,
+            swap=engine.swap,
+            request_seconds=engine.request_seconds,
+        )
+        held = await client.weight_version()
+        if held != version:
+            await process.kill()
+            raise EngineError(f"the engine was started on {version} but says it holds {held}")
+        return process, client
 
     return start

@@ -150,11 +150,11 @@ class RolloutWorker:
 
     async def _play_member(self, group: ClaimedGroup, member: int) -> None:
         """Play one member until it has a reward, or its attempts are used up; submit the outcome."""
-        first = group.attempt * self._rollout.max_attempts
+        first = (group.attempt - 1) * self._rollout.max_attempts
         for attempt in range(first, first + self._rollout.max_attempts):
             async with self._replica.bind():
                 await self._replica.wait_ready(self._rollout.engine.start_seconds)
-                trajectory = await self._player.play(self._replica.client, group, member, attempt, Purpose.TRAIN)
+                trajectory = await self._player.play(self._replica, group, member, attempt, Purpose.TRAIN)
             self._count(trajectory)
             if trajectory.failure is None or trajectory.failure.kind is FailureKind.USER_BUG:
                 break

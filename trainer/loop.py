@@ -7,10 +7,11 @@ another. Nothing here waits for rollouts but `BatchSource.next_batch`, and that 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import xxhash
 
 from laminar.config.root import LaminarConfig
 from laminar.experience.buffer import ExperienceBuffer
@@ -18,7 +19,7 @@ from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import GroupState, WeightVersion
 from trainer.publishing import Published, WeightPublisher
 from trainer.sampling import Batch, BatchSource, Group
-from trainer.session import TrainingSession
+from trainer.session import Progress, TrainingSession
 from trainer.step import StepReport
 
 logger = logging.getLogger("laminar.trainer.loop")
@@ -27,17 +28,6 @@ Result = TypeVar("Result")
 
 OFFER_SECONDS = 0.2
 """Pause between offers of a version that found no free slot."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where the run stands; part of every checkpoint."""
-
-    lineage: int = -1
-    step: int = 0
-    trained_tokens: float = 0.0
-    step_seconds: float = 0.0
-    skipped_steps: int = 0
 
 
 class TrainingLoop:
@@ -114,7 +104,9 @@ class TrainingLoop:
             progress.skipped_steps += 1
             await self._telemetry.emit("notice", fields={"text": f"step {step} skipped: {report.skipped_reason}"})
         metrics = self._metrics(batch, report, published, step, seconds)
-        await self._telemetry.emit("step", metrics, fields={"train_started": started, "train_ended": ended})
+        await self._telemetry.emit(
+            "step", metrics, fields={"train_started": started, "train_ended": ended, "batch": batch_digest(batch.groups)}
+        )
 
     def _train(self, groups: tuple[Group, ...], step: int) -> StepReport:
         self._publisher.supersede()  # in the same thread: a skipped version is never offered with later weights
@@ -164,3 +156,9 @@ class TrainingLoop:
     async def _say_waiting(self, text: str) -> None:
         logger.info("waiting for %s", text)
         await self._telemetry.emit("waiting", fields={"text": text})
+
+
+def batch_digest(groups: Sequence[Group]) -> str:
+    """Hash of all sampled token ids in training order: two runs that log the same one trained on the same tokens."""
+    segments = [s for group in groups for t in group for chain in t.chains for s in chain.segments if s.is_sampled]
+    return xxhash.xxh3_64_hexdigest(b"".join(segment.token_ids.tobytes() for segment in segments))

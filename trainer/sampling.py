@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from laminar.config.root import LaminarConfig
 from laminar.errors import RunFailedError
-from laminar.experience.buffer import ExperienceBuffer, Snapshot
+from laminar.experience.answers import Snapshot
+from laminar.experience.buffer import ExperienceBuffer
 from laminar.plugins import resolve
 from laminar.policies.samplers import SAMPLERS
 from laminar.policies.staleness import BatchPlan, fewest_evictions, plan_batch
@@ -124,8 +125,10 @@ class BatchSource:
         group_ids = await self._buffer.take(lineage, step, chosen)
         missing = [group_id for group_id in group_ids if group_id not in self._judged]
         fetched = dict(zip(missing, await self._buffer.fetch(missing), strict=True)) if missing else {}
-        groups = tuple(self._judged.pop(group_id, None) or fetched[group_id] for group_id in group_ids)
+        known = self._judged | fetched
+        groups = tuple(known[group_id] for group_id in group_ids)
         outstanding = {header.group_id for header in snapshot.headers}
+        outstanding -= set(group_ids)
         self._judged = {group_id: group for group_id, group in self._judged.items() if group_id in outstanding}
         self._barren = 0
         return Batch(tuple(group_ids), groups, time.monotonic() - wait.started, tuple(wait.rewards), snapshot)

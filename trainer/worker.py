@@ -7,7 +7,7 @@ along: the supervisor starts them together from the newest checkpoint.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.store import ExperienceStore
 from laminar.telemetry.stream import TelemetryWriter
-from laminar.types import WeightVersion
+from laminar.types import Trajectory, WeightVersion
 from relay.publisher import Publisher
 from relay.store import open_store
 from trainer.loop import TrainingLoop
@@ -33,6 +33,7 @@ logger = logging.getLogger("laminar.trainer.worker")
 
 Result = TypeVar("Result")
 
+FETCH_SECONDS = 120.0
 MEETING_POLL_SECONDS = 0.05
 
 
@@ -46,7 +47,9 @@ class TrainerRank:
 
     async def start(self) -> None:
         """Meet, load, and, on rank 0, publish the version that workers start from."""
+        self._event_loop = asyncio.get_running_loop()
         self._redis = await connect(self._context.redis_url)
+        self._buffer = ExperienceBuffer(ExperienceStore(self._redis, self._context.run_id))
         store = await self._meet()
         self._session = await self._in_thread(self._load, store)
         if self._rank == 0:
@@ -88,6 +91,7 @@ class TrainerRank:
             await self._redis.set(key, f"{self._context.node_address} {store.port}", ex=int(trainer.start_seconds))
             return store
         deadline = time.monotonic() + trainer.start_seconds
+        address: Any = None
         while (address := await self._redis.get(key)) is None:
             if time.monotonic() > deadline:
                 raise DeadlineError("trainer rank 0 to publish where ranks meet", trainer.start_seconds)
@@ -101,15 +105,20 @@ class TrainerRank:
         return TCPStore(host, port, trainer.num_ranks, is_master=is_master, timeout=timeout, wait_for_workers=False)
 
     def _load(self, store: Store | None) -> TrainingSession:
-        return TrainingSession(self._config, self._context.run_folder, self._rank, store)
+        checkpoints = self._context.run_folder / "checkpoints"
+        return TrainingSession(self._config, checkpoints, self._rank, store, self._fetch)
+
+    def _fetch(self, group_ids: Sequence[str]) -> list[tuple[Trajectory, ...]]:
+        """Get groups from the torch thread; the connection belongs to the event loop."""
+        request = asyncio.run_coroutine_threadsafe(self._buffer.fetch(group_ids), self._event_loop)
+        return request.result(FETCH_SECONDS)
 
     async def _open_lineage(self) -> None:
         """Publish the weights that were loaded under a new lineage, then let the data module go on from their number.
 
         The lineage is above every one that left a trace: in the checkpoint, the data module, or the relay's store.
         """
-        experience = ExperienceStore(self._redis, self._context.run_id)
-        buffer = ExperienceBuffer(experience)
+        buffer = self._buffer
         telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)
         weights = open_store(self._config, self._context.run_id, self._context.node_id)
         publisher = WeightPublisher(Publisher(weights, Path(self._config.model.path)), self._session.engine.state_tensors)

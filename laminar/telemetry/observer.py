@@ -40,7 +40,7 @@ class Observer:
         if event.kind == "restored":
             self._file.rewind(int(event.fields["step"]))
         elif event.kind == "step":
-            self._file.append("step", self.view.step, {"time": event.time, **metrics})
+            self._file.append("step", self.view.step, {"time": event.time, "batch": event.fields["batch"], **metrics})
         elif event.kind == "evaluation":
             self._file.append("evaluation", int(event.fields["step"]), {"time": event.time, **event.metrics})
         self._on_event(event)

@@ -75,7 +75,8 @@ def step_line(view: RunView) -> str:
     """One line a step, for logs and pipes."""
     get = view.latest.get
     return (
-        f"step {view.step}/{view.max_steps}  reward {get('reward/mean', float('nan')):.3f}  loss {get('train/loss', 0):+.4f}  "
+        f"step {view.step}/{view.max_steps}  reward {get('reward/mean', float('nan')):.3f}  "
+        f"loss {get('train/loss', 0):+.4f}  "
         f"staleness {get('staleness/versions_mean', 0):.2f} (max {get('staleness/versions_max', 0):.0f})  "
         f"trained {get('throughput/trained_tokens_per_second', 0):.0f} tok/s  "
         f"generated {get('throughput/generated_tokens_per_second', 0):.0f} tok/s  "

@@ -73,8 +73,9 @@ def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]])
     )
     table.add_row(
         "throughput",
-        f"trained {figures['trained_tokens_per_second']:.1f} tokens/s, generated {figures['generated_tokens_per_second']:.1f} "
-        f"tokens/s; {100 * figures['generated_during_steps_ratio']:.0f} % of the generated tokens were made while a step ran",
+        f"trained {figures['trained_tokens_per_second']:.1f} tokens/s, "
+        f"generated {figures['generated_tokens_per_second']:.1f} tokens/s; "
+        f"{100 * figures['generated_during_steps_ratio']:.0f} % of the generated tokens were made while a step ran",
     )
     table.add_row(
         "memory", f"{float(facts['peak_resident_bytes']) / 1e9:.2f} GB resident at the peak, all processes together"

@@ -1,0 +1,126 @@
+"""What all ranks do together: load, train a step, save. Rank 0 calls; the others follow its commands.
+
+Invariant: every rank runs the same collectives in the same order, for rank 0 announces each piece of work before it begins.
+It knows neither the data module nor the relay.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from laminar.config.root import LaminarConfig
+from laminar.experience.answers import Frontier
+from laminar.plugins import resolve, validate_options
+from trainer.algorithms import ALGORITHMS
+from trainer.algorithms.base import Algorithm
+from trainer.checkpoint import agree_on_latest, load, save
+from trainer.engine import TrainerEngine
+from trainer.ranks import join_ranks
+from trainer.step import Fetch, Groups, StepReport, train_step
+
+logger = logging.getLogger("laminar.trainer.session")
+
+COLLECTIVE_MARGIN_SECONDS = 60.0
+"""Other ranks wait for rank 0's next command longer than the run may stand still."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the run stands; part of every checkpoint. `lineage` is -1 before the first one opens."""
+
+    lineage: int = -1
+    step: int = 0
+    trained_tokens: float = 0.0
+    step_seconds: float = 0.0
+    skipped_steps: int = 0
+
+
+class TrainingSession:
+    """One rank's share of training, from the newest checkpoint or from the model.
+
+    Args:
+        config: the run's settings.
+        checkpoints: the run's folder for them.
+        rank: this rank.
+        store: where ranks meet; None for one rank.
+        fetch: how ranks other than 0 get their rows.
+    """
+
+    def __init__(
+        self, config: LaminarConfig, checkpoints: Path, rank: int, store: Store | None, fetch: Fetch | None
+    ) -> None:
+        self._config, self._checkpoints, self._fetch = config, checkpoints, fetch
+        ranks = join_ranks(
+            rank,
+            config.trainer.num_ranks,
+            store,
+            use_gpu=config.trainer.num_gpus_per_rank > 0,
+            collective_seconds=config.run.no_progress_seconds + COLLECTIVE_MARGIN_SECONDS,
+        )
+        self.engine = TrainerEngine(config, ranks)
+        self.algorithm = build_algorithm(config)
+        self.progress, self.frontier = self._resume()
+
+    def train(self, groups: Groups, step: int) -> StepReport:
+        """Rank 0: train a step, all ranks together."""
+        self._command(f"train {step}")
+        return train_step(self.engine, self.algorithm, groups, step)
+
+    def save(self, progress: Progress, frontier: Frontier) -> None:
+        """Rank 0: save a checkpoint, all ranks together.
+
+        Raises:
+            EnvironmentSetupError: a file could not be written; older checkpoints stand.
+        """
+        self._command(f"save {progress.step}")
+        self._save(progress.step, {"progress": asdict(progress), "frontier": frontier.to_json()})
+
+    def dismiss(self) -> None:
+        """Rank 0: let the other ranks go."""
+        self._command("dismiss 0")
+        self.engine.ranks.leave()
+
+    def follow(self) -> None:
+        """Other ranks: do what rank 0 announces, until dismissed."""
+        ranks = self.engine.ranks
+        while True:
+            word, number = ranks.decide(lambda: b"").decode().split()
+            match word:
+                case "train":
+                    train_step(self.engine, self.algorithm, None, int(number), fetch=self._fetch)
+                case "save":
+                    self._save(int(number), {})
+                case _:
+                    ranks.leave()
+                    return
+
+    def _command(self, text: str) -> None:
+        self.engine.ranks.decide(text.encode)
+
+    def _save(self, step: int, extra: dict[str, object]) -> None:
+        save(self._checkpoints, step, self.engine, extra, self._config.checkpoint.keep)
+
+    def _resume(self) -> tuple[Progress, Frontier | None]:
+        path = agree_on_latest(self._checkpoints, self.engine.ranks)
+        if path is None:
+            return Progress(), None
+        step, extra = load(path, self.engine)
+        logger.info("resumed from %s", path)
+        progress = Progress(**extra["progress"])
+        assert progress.step == step
+        return progress, Frontier.from_json(extra["frontier"])
+
+
+def build_algorithm(config: LaminarConfig) -> Algorithm:
+    """The configured algorithm.
+
+    Raises:
+        ConfigError: an unknown kind, or options it does not take.
+    """
+    choice = config.trainer.algorithm
+    attribute: Callable[..., Algorithm] = resolve(choice.kind, ALGORITHMS, "trainer.algorithm.kind")
+    options = validate_options(attribute, choice.options, "trainer.algorithm.options")
+    return attribute() if options is None else attribute(options)
