@@ -8,7 +8,6 @@ Does not know what is in a store.
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +21,7 @@ ORPHAN_SECONDS = 20.0
 def remove_orphans(root: Path, *, orphan_seconds: float = ORPHAN_SECONDS) -> list[Path]:
     """Delete this user's stores of dead runs under `root`; returns the folders that went."""
     removed = []
-    for folder in _stores(root):
+    for folder in root.glob(f"{STORE_PREFIX}*"):
         with ExitStack() as locks:
             if _is_orphan(folder, orphan_seconds, locks):
                 remove_store(folder)
@@ -37,23 +36,17 @@ def touch_owner(folder: Path) -> None:
     os.utime(folder / f"{OWNER}.lock")
 
 
-def _stores(root: Path) -> Iterator[Path]:
-    for folder in root.glob(f"{STORE_PREFIX}*"):
-        if (folder / "versions").is_dir() and folder.stat().st_uid == os.geteuid():
-            yield folder
-
-
 def _is_orphan(folder: Path, orphan_seconds: float, locks: ExitStack) -> bool:
     """Decide under both locks, which stay held until `locks` closes, so that no owner comes in between."""
     try:
         touched = max((folder / name).stat().st_mtime for name in (f"{OWNER}.lock", "versions"))
-        if time.time() - touched < orphan_seconds:
+        if folder.stat().st_uid != os.geteuid() or time.time() - touched < orphan_seconds:
             return False
         for role in (OWNER, PUBLISHER):
             lock = FileLock.acquire(folder / f"{role}.lock", create=role == PUBLISHER)
             if lock is None:
                 return False
             locks.enter_context(lock)
-    except FileNotFoundError:  # no relay ever owned it, or somebody else is removing it
+    except (FileNotFoundError, NotADirectoryError):  # no relay ever owned it, or somebody else is removing it
         return False
     return True

@@ -138,7 +138,7 @@ class Relay:
                 touch_owner(self._store.folder)
                 self._store.prune()
                 if beats % BEATS_PER_SWEEP == 0:
-                    remove_orphans(self._store.root)
+                    await asyncio.to_thread(remove_orphans, self._store.root)  # freeing gigabytes takes a while
                 await self._beat(client)
                 beats += 1
                 await self._pause()
