@@ -29,7 +29,8 @@ class Claim:
 
     Attributes:
         groups: those granted.
-        refused: why fewer than asked were granted: `staleness`, `bytes`, `end_of_data`, `not_ready`, `old_lineage`.
+        refused: why no more were granted: `staleness`, `bytes`, `end_of_data`, `not_ready` or `old_lineage`; None if all
+            were, or if another claim will grant more at once (at the end of an epoch).
         published: the newest published version; `0.0` until a lineage is open.
     """
 
@@ -109,6 +110,7 @@ class Snapshot:
 
     Attributes:
         published: the newest published version.
+        is_open: whether a lineage was ever opened; before that `published` is 0.0 and means nothing.
         headers: in order of admission; without groups that left a taken batch.
         end_of_data: no prompt is left to admit.
         counters: of trajectories.
@@ -117,6 +119,7 @@ class Snapshot:
     """
 
     published: WeightVersion
+    is_open: bool
     headers: tuple[GroupHeader, ...]
     end_of_data: bool
     counters: Counters

@@ -74,6 +74,7 @@ class ExperienceBuffer:
         headers = sorted((_public(_headers.decode(row)) for row in stored), key=lambda header: header.admission)
         return Snapshot(
             published=WeightVersion(meta["lineage"], meta["published"]),
+            is_open=meta["open"],
             headers=tuple(headers),
             end_of_data=meta["end_of_data"],
             counters=Counters.from_flat(meta["counters"]),

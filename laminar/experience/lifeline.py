@@ -35,7 +35,8 @@ def main() -> int:
     server = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, pass_fds=(lock,), preexec_fn=restore_signals_and_die_with_guard
     )
-    while server.poll() is None and starter_lives(starter):
+    ends = [sys.stdin.fileno(), *([os.pidfd_open(server.pid)] if sys.platform == "linux" else [])]
+    while server.poll() is None and starter_lives(starter, ends):
         pass
     stop(server, stop_seconds)
     return server.returncode
@@ -62,10 +63,13 @@ def restore_signals_and_die_with_guard() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def starter_lives(starter: int) -> bool:
-    """Wait a moment; false once the lifeline is closed or the starter is gone (a forked copy may hold the pipe open)."""
-    ready, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)
-    if ready and not os.read(sys.stdin.fileno(), 4096):
+def starter_lives(starter: int, ends: list[int]) -> bool:
+    """Wait a moment, or for one of two ends: the lifeline's (first) and the server's.
+
+    False once the lifeline is closed or the starter is gone (a forked copy of it may hold the pipe open).
+    """
+    ready, _, _ = select.select(ends, [], [], POLL_SECONDS)
+    if ends[0] in ready and not os.read(ends[0], 4096):
         return False
     return os.getppid() == starter
 

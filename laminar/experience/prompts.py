@@ -69,7 +69,7 @@ class PromptPool:
         """
         if max_bytes < prompts_per_step * bytes_per_group:
             raise ConfigError(
-                f"experience.max_bytes {max_bytes} cannot hold {prompts_per_step} groups of {bytes_per_group} bytes, one batch; "
+                f"experience.max_bytes {max_bytes} cannot hold {prompts_per_step} groups of {bytes_per_group} bytes; "
                 f"set it to {prompts_per_step * bytes_per_group} or more"
             )
         try:

@@ -44,6 +44,7 @@ class EmbeddedServer:
             self._socket = Path(tempfile.gettempdir()) / f"laminar-{secrets.token_hex(8)}.sock"
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
+        self._log_start = 0
 
     @property
     def url(self) -> str:
@@ -114,7 +115,8 @@ class EmbeddedServer:
         config = self._folder / "valkey.conf"
         _write_private(config, self._configuration())
         guard = Path(__file__).with_name("lifeline.py")
-        with (self._folder / "valkey.log").open("wb") as log:
+        with (self._folder / "valkey.log").open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -165,7 +167,7 @@ class EmbeddedServer:
 
     def _last_lines(self) -> str:
         log = self._folder / "valkey.log"
-        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        lines = log.read_bytes()[self._log_start :].decode(errors="replace").strip().splitlines() if log.exists() else []
         return " / ".join(lines[-2:])
 
 

@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- args: worker, lineage, number, max_groups, lease_ms. Grants groups, those to be played again first.
 local stored = answered()
 if stored then return stored end
@@ -77,7 +77,8 @@ while #granted < args.max_groups do
   local again = call('LINDEX', REISSUE, 0)
   if again then epoch, position, reissues = unpack(unpack_value(again)) end
   local prompt = prompt_at(epoch, position)
-  if not prompt then return finish(nil, epoch) end
+  -- The caller writes the order and asks again; what is granted already goes out first.
+  if not prompt then return finish(nil, #granted == 0 and epoch or nil) end
   if again then call('LPOP', REISSUE) else set('cursor', position + 1) end
   local admission = run.next_admission
   set('next_admission', admission + 1)

@@ -6,6 +6,7 @@ return {
   pack({
     lineage = math.max(run.lineage, 0),
     published = run.published,
+    open = run.opened == 1,
     end_of_data = end_of_data(),
     held = call('HLEN', HELD),
     reserved = run.reserved,
