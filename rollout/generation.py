@@ -45,7 +45,7 @@ class Generator(Protocol):
     """The part of an engine that an episode needs."""
 
     async def generate(self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, /) -> Generation:
-        """Continue `input_ids` (T,) int32.
+        """Continue `input_ids` (T,) int32. Cancelling the call must abort the request at the engine.
 
         Raises:
             EngineError: the engine answered wrongly, or not at all.
