@@ -82,7 +82,6 @@ async def play_episode(
     episode = _Episode(
         prompt=group.prompt,
         trajectory_id=identity,
-        request_prefix=f"{identity}-a{attempt:02d}",
         sampler=TurnSampler(engine, tokenizer, sampling),
         scorer=scorer,
         clock=_Clock(wall_seconds),
@@ -155,7 +154,6 @@ class _Clock:
 class _Episode:
     prompt: Prompt
     trajectory_id: str
-    request_prefix: str
     sampler: TurnSampler
     scorer: RewardScorer
     clock: _Clock
@@ -240,7 +238,7 @@ class _Episode:
     async def _answer(self) -> str:
         """Sample a turn; its text."""
         async with self.clock.bound("generate"):
-            reason = await self.sampler.sample(self.transcript, f"{self.request_prefix}-t{len(self.texts):03d}")
+            reason = await self.sampler.sample(self.transcript)
         self.finish_reason = reason
         token_ids = self.transcript.turn_token_ids()
         self.transcript.end_turn(reason)

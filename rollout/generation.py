@@ -47,6 +47,8 @@ class Generator(Protocol):
     async def generate(self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, /) -> Generation:
         """Continue `input_ids` (T,) int32. Cancelling the call must abort the request at the engine.
 
+        `request_id` is new for every call and has 32 characters.
+
         Raises:
             EngineError: the engine answered wrongly, or not at all.
             DeadlineError: the engine did not answer in time.

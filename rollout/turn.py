@@ -5,6 +5,7 @@ This module knows neither the environment nor the wall clock.
 """
 
 import asyncio
+import uuid
 from dataclasses import dataclass, replace
 
 from laminar.errors import DeadlineError, EngineError
@@ -28,20 +29,16 @@ class TurnSampler:
     tokenizer: Tokenizer
     sampling: SamplingParameters
 
-    async def sample(self, transcript: Transcript, request_prefix: str) -> FinishReason:
-        """Append one turn.
-
-        Args:
-            transcript: ends with what the policy must answer.
-            request_prefix: of fixed length and unique to the turn; each part adds its own fixed-length number.
+    async def sample(self, transcript: Transcript) -> FinishReason:
+        """Append one turn to a transcript that ends with what the policy must answer.
 
         Raises:
             EpisodeError: the engine failed, broke its contract, or aborted without end.
         """
-        fruitless, part = 0, 0
+        fruitless = 0
         while True:
             budget = self.sampling.max_new_tokens - transcript.num_sampled_tokens
-            generation = await self._request(transcript, budget, f"{request_prefix}-p{part:04d}")
+            generation = await self._request(transcript, budget)
             transcript.add_sampled(generation.segments)
             if transcript.cut_at_stop(self.sampling.stop, lambda ids: self.tokenizer.decode(ids, keep_special=True)):
                 return FinishReason.STOP
@@ -54,9 +51,9 @@ class TurnSampler:
                 raise EpisodeError(FailureKind.ENGINE, f"the engine aborted {fruitless} times in a row without a new token")
             if fruitless:
                 await asyncio.sleep(_RESUME_DELAY_SECONDS * 2 ** (fruitless - 1))
-            part += 1
 
-    async def _request(self, transcript: Transcript, budget: int, request_id: str) -> Generation:
+    async def _request(self, transcript: Transcript, budget: int) -> Generation:
+        request_id = uuid.uuid4().hex  # names only, noise hangs on the seed; of one length, since engines abort by prefix
         try:
             generation = await self.engine.generate(
                 transcript.token_ids(), replace(self.sampling, max_new_tokens=budget), request_id

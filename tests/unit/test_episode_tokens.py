@@ -111,14 +111,14 @@ async def test_an_aborted_answer_is_resumed_under_new_weights(num_empty_parts):
     assert [turn.finish_reason for turn in trajectory.turns] == [FinishReason.STOP]
 
 
-async def test_every_part_has_the_same_seed_and_its_own_request_id_of_one_length():
+async def test_every_part_has_the_same_seed_and_its_own_request_id_of_32_characters():
     engine = ScriptedEngine([part([11], [-0.1], 3), part([12], [-0.1], 3, FinishReason.STOP)])
     trajectory = await play(engine, attempt=2)
     assert {request.sampling.seed for request in engine.requests} == {trajectory_seed(5, "00000007-001", 2)}
     assert trajectory.sampling.seed == trajectory_seed(5, "00000007-001", 2)
     ids = [request.request_id for request in engine.requests]
     assert len(set(ids)) == 2
-    assert len({len(name) for name in ids}) == 1
+    assert {len(name) for name in ids} == {32}
 
 
 async def test_an_abort_on_the_last_budgeted_token_ends_by_length():
