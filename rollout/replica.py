@@ -53,7 +53,7 @@ class Replica:
         Raises:
             EngineError: while the engine is being restarted.
         """
-        if self._client is None or self.version is None:
+        if self._client is None:
             raise EngineError("the engine is being restarted")
         return self._client
 
@@ -96,7 +96,7 @@ class Replica:
         self._process = self._client = None
 
     async def generate(self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, /) -> Generation:
-        """Continue `input_ids` (T,) int32 on this engine; a caller that is cancelled has its request aborted.
+        """Continue `input_ids` (T,) int32 on this engine, once its weights are known; a cancelled caller's request is aborted.
 
         Args:
             input_ids: prompt and whatever was sampled or given after it.
@@ -107,6 +107,7 @@ class Replica:
             EngineError: the engine answered wrongly, or not at all.
             DeadlineError: it did not answer in time.
         """
+        await self.wait_ready(self._config.start_seconds)
         client, engine_id = self.client, uuid.uuid4().hex
         try:
             return await client.generate(input_ids, sampling, engine_id)

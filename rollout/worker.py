@@ -153,7 +153,6 @@ class RolloutWorker:
         first = (group.attempt - 1) * self._rollout.max_attempts
         for attempt in range(first, first + self._rollout.max_attempts):
             async with self._replica.bind():
-                await self._replica.wait_ready(self._rollout.engine.start_seconds)
                 trajectory = await self._player.play(self._replica, group, member, attempt, Purpose.TRAIN)
             self._count(trajectory)
             if trajectory.failure is None or trajectory.failure.kind is FailureKind.USER_BUG:

@@ -91,13 +91,16 @@ class TrainerRank:
             await self._redis.set(key, f"{self._context.node_address} {store.port}", ex=int(trainer.start_seconds))
             return store
         deadline = time.monotonic() + trainer.start_seconds
-        address: Any = None
-        while (address := await self._redis.get(key)) is None:
+        while (address := await self._get(key)) is None:
             if time.monotonic() > deadline:
                 raise DeadlineError("trainer rank 0 to publish where ranks meet", trainer.start_seconds)
             await asyncio.sleep(MEETING_POLL_SECONDS)
         host, port = address.decode().split()
         return await self._in_thread(lambda: self._tcp_store(host, int(port), is_master=False))
+
+    async def _get(self, key: str) -> bytes | None:
+        value: Any = await self._redis.get(key)
+        return None if value is None else bytes(value)
 
     def _tcp_store(self, host: str, port: int, *, is_master: bool) -> TCPStore:
         trainer = self._config.trainer
