@@ -114,10 +114,12 @@ def _plan(engine: TrainerEngine, algorithm: Algorithm, groups: Groups | None, st
 def _own_rows(engine: TrainerEngine, plan: StepPlan, groups: Groups | None, fetch: Fetch | None) -> dict[int, Row]:
     indices = sorted(plan.rows_of(engine.ranks.rank))
     plans = [plan.rows[index] for index in indices]
+    if not plans:
+        return {}
     if not engine.ranks.is_first:
         if fetch is None:
             raise InvariantError(f"rank {engine.ranks.rank} has no way to fetch its groups")
-        groups = fetch(list(dict.fromkeys(row.group_id for row in plans))) if plans else ()
+        groups = fetch(list(dict.fromkeys(row.group_id for row in plans)))
     trajectories = [trajectory for group in groups or () for trajectory in group]
     return dict(zip(indices, build_rows(plans, trajectories), strict=True))
 

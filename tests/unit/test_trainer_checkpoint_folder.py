@@ -1,0 +1,104 @@
+"""Case D25: a save killed at any point leaves a folder from which the right checkpoint is found, and the next save works."""
+
+import logging
+
+import pytest
+
+from laminar.errors import ConfigError
+from trainer.checkpoint_folder import begin, checkpoint_path, complete, complete_checkpoints, find_latest, read_manifest
+
+
+def write(root, step, files=("shard_0", "shard_1")):
+    folder = begin(root, step)
+    (folder / "model").mkdir()
+    for file in files:
+        (folder / "model" / file).write_bytes(bytes([step]) * 100)
+    return folder
+
+
+def save(root, step, keep=2):
+    write(root, step)
+    return complete(root, step, {"optimizer_shares": 1}, keep)
+
+
+@pytest.mark.parametrize("files", [(), ("shard_0",), ("shard_0", "shard_1")])
+def test_a_save_killed_before_it_is_complete_leaves_the_older_checkpoint_and_the_next_save_replaces_it(tmp_path, files):
+    older = save(tmp_path, 10, keep=1)
+    write(tmp_path, 20, files)
+    assert find_latest(tmp_path) == older
+    assert complete_checkpoints(tmp_path) == [older]
+    assert find_latest(tmp_path) == older
+    newer = save(tmp_path, 20, keep=1)
+    assert find_latest(tmp_path) == newer
+    assert complete_checkpoints(tmp_path) == [newer]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000020"]
+
+
+def test_killed_before_the_pointer_moves_resumes_from_the_one_pointed_to(tmp_path):
+    older = save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / "latest").write_text(older.name)
+    assert find_latest(tmp_path) == older
+
+
+def test_a_pointer_to_nothing_is_passed_over(tmp_path):
+    older = save(tmp_path, 10)
+    (tmp_path / "latest").write_text("step_000099")
+    assert find_latest(tmp_path) == older
+
+
+def test_only_the_newest_are_kept_and_leftovers_never_count(tmp_path):
+    for step in (10, 20, 30):
+        write(tmp_path, step + 5)
+        save(tmp_path, step)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_000020", "step_000030"]
+
+
+def test_fewer_checkpoints_than_are_kept_stay(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=4)
+    assert len(complete_checkpoints(tmp_path)) == 3
+
+
+def test_a_step_trained_again_replaces_its_checkpoint(tmp_path):
+    save(tmp_path, 10)
+    folder = begin(tmp_path, 10)
+    (folder / "other").write_text("again")
+    final = complete(tmp_path, 10, {}, keep=1)
+    assert sorted(path.name for path in final.iterdir()) == ["manifest.json", "other"]
+    assert complete_checkpoints(tmp_path) == [final]
+
+
+def test_one_flipped_byte_is_found_named_and_the_fall_back_announced(tmp_path, caplog):
+    older, newer = save(tmp_path, 10), save(tmp_path, 20)
+    shard = newer / "model" / "shard_1"
+    data = bytearray(shard.read_bytes())
+    data[50] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ConfigError, match="shard_1 is damaged"):
+        read_manifest(newer)
+    with caplog.at_level(logging.WARNING, logger="laminar"):
+        assert find_latest(tmp_path) == older
+    assert "shard_1" in caplog.text
+    assert "falling back" in caplog.text
+
+
+def test_a_missing_file_is_named_and_without_another_checkpoint_it_is_an_error(tmp_path):
+    final = save(tmp_path, 10)
+    (final / "model" / "shard_0").unlink()
+    with pytest.raises(ConfigError, match="shard_0 is missing"):
+        read_manifest(final)
+    with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged"):
+        find_latest(tmp_path)
+
+
+def test_a_new_run_has_no_checkpoint(tmp_path):
+    assert find_latest(tmp_path / "none") is None
+
+
+def test_another_format_version_is_refused(tmp_path):
+    final = save(tmp_path, 10)
+    manifest = final / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(ConfigError, match="format version 2"):
+        read_manifest(checkpoint_path(tmp_path, 10))

@@ -1,0 +1,147 @@
+"""The folder of checkpoints: when one counts, which is the newest, how one appears and goes. Files only, no torch.
+
+Invariants: a checkpoint is written in `step_000020.tmp` and appears by one rename once all files are checksummed and synced;
+the pointer `latest` moves after that; leftovers of a killed save are never a checkpoint, and the next save removes them; an
+older checkpoint goes only after a newer one is complete.
+"""
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from laminar.errors import ConfigError
+
+logger = logging.getLogger("laminar.trainer.checkpoint")
+
+FORMAT_VERSION = 1
+"""Written into every manifest; a reader refuses what it does not know."""
+
+MANIFEST = "manifest.json"
+POINTER = "latest"
+_CHUNK_BYTES = 1 << 24
+
+
+def begin(root: Path, step: int) -> Path:
+    """Remove leftovers of killed saves, and make the empty folder to write this step's files into."""
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob("*.tmp"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+    temporary = temporary_path(root, step)
+    temporary.mkdir()
+    return temporary
+
+
+def complete(root: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
+    """Turn the folder that `begin` made, now full, into a checkpoint, point to it, and let the oldest ones go.
+
+    Args:
+        root: folder of checkpoints.
+        step: number of the last trained step.
+        facts: JSON-able entries for the manifest.
+        keep: complete checkpoints to keep, at least 1.
+    """
+    temporary, final = temporary_path(root, step), checkpoint_path(root, step)
+    files = sorted(file for file in temporary.rglob("*") if file.is_file())
+    checksums = {str(file.relative_to(temporary)): _checksum(file) for file in files}
+    manifest = {"format_version": FORMAT_VERSION, "step": step, **facts, "checksums": checksums}
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for place in (*temporary.rglob("*"), temporary):
+        _sync(place)
+    if final.exists():  # the same step, trained again after a resume from an older checkpoint
+        final.rename(final.with_suffix(".replaced.tmp"))
+    temporary.rename(final)
+    _sync(root)
+    pointer = root / f"{POINTER}.tmp"
+    pointer.write_text(final.name)
+    _sync(pointer)
+    pointer.replace(root / POINTER)
+    _sync(root)
+    shutil.rmtree(final.with_suffix(".replaced.tmp"), ignore_errors=True)
+    others = [path for path in complete_checkpoints(root) if path != final]
+    for old in others[: max(0, len(others) - (keep - 1))]:
+        shutil.rmtree(old)
+    return final
+
+
+def find_latest(root: Path) -> Path | None:
+    """The newest whole checkpoint, the one pointed to before all others; None if there is none at all.
+
+    A damaged one is announced, by the file's name, and passed over.
+
+    Raises:
+        ConfigError: if there are checkpoints and every one is damaged.
+    """
+    pointer = root / POINTER
+    pointed = root / pointer.read_text().strip() if pointer.exists() else None
+    newest_first = sorted(complete_checkpoints(root), key=lambda path: (path == pointed, path.name), reverse=True)
+    for path in newest_first:
+        try:
+            read_manifest(path)
+        except ConfigError as error:
+            logger.warning("%s; falling back to an older checkpoint", error)
+        else:
+            return path
+    if newest_first:
+        raise ConfigError(f"every checkpoint in {root} is damaged: move the folder away to start afresh")
+    return None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, every file of which was found to have its checksum.
+
+    Raises:
+        ConfigError: if a file is missing or damaged, by name, or the format is not ours.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"checkpoint file {path / MANIFEST} cannot be read ({error})") from error
+    if manifest.get("format_version") != FORMAT_VERSION:
+        theirs = manifest.get("format_version")
+        raise ConfigError(f"checkpoint {path} has format version {theirs}, but this program reads {FORMAT_VERSION}")
+    for name, checksum in manifest["checksums"].items():
+        file = path / name
+        if not file.exists():
+            raise ConfigError(f"checkpoint file {file} is missing")
+        if _checksum(file) != checksum:
+            raise ConfigError(f"checkpoint file {file} is damaged: its checksum is not the one in {MANIFEST}")
+    return manifest
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Checkpoints that were completed, oldest first; leftovers do not count."""
+    return sorted(path for path in root.glob("step_*") if path.suffix != ".tmp" and path.is_dir())
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    """Folder of a step's checkpoint."""
+    return root / f"step_{step:06d}"
+
+
+def temporary_path(root: Path, step: int) -> Path:
+    """Folder that a step's checkpoint is written in."""
+    return checkpoint_path(root, step).with_suffix(".tmp")
+
+
+def _checksum(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return str(digest.hexdigest())
+
+
+def _sync(place: Path) -> None:
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
