@@ -59,6 +59,35 @@ class Machine:
         self.publisher = Publisher(self.store, self.model_files, chunk_bytes=1000)
 
 
+LEASE_UNTIL_TOLD = """
+import sys
+from pathlib import Path
+from laminar.types import WeightVersion
+from relay.store import VersionStore
+with VersionStore(Path(sys.argv[1]), "run", "node").lease(WeightVersion(0, 0)):
+    print("leased", flush=True)
+    sys.stdin.readline()
+"""
+PAUSE_BEFORE_LOCK = """
+import sys
+def on_event(event, arguments):
+    if event == "fcntl.flock":
+        print("opened", flush=True)
+        sys.stdin.readline()
+sys.addaudithook(on_event)
+"""
+
+
+def start_reader(machine: Machine, script: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(machine.store.root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
 @pytest.fixture
 def machine(tmp_path):
     return Machine(tmp_path)
@@ -143,26 +172,24 @@ def test_version_leased_twice_stays_until_the_last_lease_ends(machine):
 
 def test_death_of_a_reader_frees_its_version(machine):
     machine.publish("0.0")
-    reader = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from pathlib import Path\n"
-            "from laminar.types import WeightVersion; from relay.store import VersionStore\n"
-            "with VersionStore(Path(sys.argv[1]), 'run', 'node').lease(WeightVersion(0, 0)):\n"
-            "    print('leased', flush=True); sys.stdin.read()",
-            str(machine.store.root),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    reader = start_reader(machine, LEASE_UNTIL_TOLD)
     assert reader.stdout.readline() == "leased\n"
     machine.publish("0.1")
     assert machine.publish("0.2").skipped
     reader.send_signal(signal.SIGKILL)
     reader.communicate(timeout=10)
     assert not machine.publish("0.2").skipped
+
+
+def test_reader_that_opened_the_file_just_before_its_slot_was_rewritten_gets_no_lease(machine):
+    machine.publish("0.0")
+    reader = start_reader(machine, PAUSE_BEFORE_LOCK + LEASE_UNTIL_TOLD)
+    assert reader.stdout.readline() == "opened\n"
+    machine.publish("0.1")
+    assert not machine.publish("0.2").skipped
+    output, _ = reader.communicate("go on\n", timeout=10)
+    assert output == ""
+    assert reader.returncode == 1
 
 
 def test_lease_of_a_removed_version_names_the_newest(machine):
