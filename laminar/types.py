@@ -302,7 +302,7 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a length limit, not the policy, ended it. Decided by the engine's stop reason, never by the last token id."""
+        """Whether a length limit, not the policy, ended it: by the engine's stop reason, never by the last token id."""
         return self.finish_reason in (FinishReason.LENGTH, FinishReason.MAX_TOKENS)
 
 

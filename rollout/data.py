@@ -31,9 +31,8 @@ def load_run_prompts(config: LaminarConfig, config_folder: Path) -> tuple[list[P
     prompts = load_prompts(config.data, config_folder, min_prompts=config.trainer.prompts_per_step)
     held_out: list[Prompt] = []
     if config.eval.path:
-        held_out = load_prompts(config.data.model_copy(update={"path": config.eval.path}), config_folder)[
-            : config.eval.num_prompts
-        ]
+        held_out_data = config.data.model_copy(update={"path": config.eval.path, "split": config.eval.split})
+        held_out = load_prompts(held_out_data, config_folder)[: config.eval.num_prompts]
     tokenizer = load_tokenizer(_model_folder(config, config_folder))
     scorer = build_scorer(config.rewards)
     for part in (prompts, held_out):

@@ -96,7 +96,7 @@ class Replica:
         self._process = self._client = None
 
     async def generate(self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, /) -> Generation:
-        """Continue `input_ids` (T,) int32 on this engine, once its weights are known; a cancelled caller's request is aborted.
+        """Continue `input_ids` (T,) int32 once the weights are known; a cancelled caller's request is aborted.
 
         Args:
             input_ids: prompt and whatever was sampled or given after it.

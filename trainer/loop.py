@@ -49,7 +49,7 @@ class TrainingLoop:
         self._source = BatchSource(config, buffer, session.algorithm.keeps, self._say_waiting)
         self._thread = thread
         self._stopping = False
-        self._last_end = time.monotonic()
+        self._last_end: float | None = None
 
     def stop(self) -> None:
         """Finish the step, save, return."""
@@ -96,7 +96,8 @@ class TrainingLoop:
         ended = time.time()
         await self._buffer.ack(progress.lineage, step)
         now = time.monotonic()
-        seconds, self._last_end = now - self._last_end, now
+        begin = self._last_end or self._source.first_group_at or now
+        seconds, self._last_end = now - begin, now
         progress.step = step
         progress.step_seconds += seconds
         progress.trained_tokens += report.metrics.get("train/tokens", 0.0)

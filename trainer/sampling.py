@@ -51,7 +51,12 @@ class _Wait:
 
 
 class BatchSource:
-    """Makes batches of what the buffer holds."""
+    """Makes batches of what the buffer holds.
+
+    Attributes:
+        dropped_groups: groups evicted so far.
+        first_group_at: when (`time.monotonic`) the first group was seen; before that, workers were starting.
+    """
 
     def __init__(
         self,
@@ -66,6 +71,7 @@ class BatchSource:
         self._barren = 0
         self._failed_before = 0
         self.dropped_groups = 0
+        self.first_group_at: float | None = None
 
     async def next_batch(self, lineage: int, step: int, should_stop: Callable[[], bool]) -> Batch | None:
         """Wait for a legal batch for `step` and take it; None at the end of the data, or when told to stop.
@@ -76,6 +82,8 @@ class BatchSource:
         wait = _Wait(time.monotonic())
         while not should_stop():
             snapshot = await self._buffer.peek()
+            if snapshot.headers and self.first_group_at is None:
+                self.first_group_at = time.monotonic()
             if not await self._filter(snapshot, wait):
                 plan = self._plan(snapshot, step)
                 if plan.over_age:

@@ -29,6 +29,11 @@ def pace_warnings(config: LaminarConfig) -> Iterator[str]:
             f"`run.no_progress_seconds` is {config.run.no_progress_seconds:g}: the run may stop while the trainer still "
             f"waits for due groups (`staleness.max_wait_seconds` {staleness.max_wait_seconds:g})"
         )
+    if staleness.bound is not None and staleness.max_wait_seconds < config.environment.wall_seconds:
+        yield (
+            f"`staleness.max_wait_seconds` is {staleness.max_wait_seconds:g}, less than an episode may take "
+            f"(`environment.wall_seconds` {config.environment.wall_seconds:g}): slow groups are evicted before they end"
+        )
 
 
 def episode_warnings(config: LaminarConfig) -> Iterator[str]:

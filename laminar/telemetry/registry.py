@@ -57,7 +57,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("throughput/trained_tokens_per_second", "tokens/s", "sampled tokens trained, over the step's whole span"),
     Metric("throughput/generated_tokens_per_second", "tokens/s", "tokens sampled by all engines, over the same span"),
     Metric("throughput/trajectories_per_second", "1/s", "trajectories trained, over the step's whole span"),
-    Metric("time/step_seconds", "s", "from the end of the last step to the end of this one"),
+    Metric(
+        "time/step_seconds",
+        "s",
+        "from the end of the last step (at first: from the first group in flight) to the end of this one",
+    ),
     Metric("time/sample_wait_seconds", "s", "the trainer's wait for a legal batch"),
     Metric("time/forward_backward_seconds", "s", "forward and backward passes"),
     Metric("time/optimizer_seconds", "s", "optimizer updates"),
