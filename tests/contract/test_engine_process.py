@@ -1,0 +1,138 @@
+"""The engine process: start, failure to start, lifelines, group kill; and answers that an engine must not give."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+from laminar.errors import ConfigError, DeadlineError, EngineError
+from laminar.types import FinishReason, WeightVersion
+from rollout.engines.client import EngineClient, read_answer
+from rollout.engines.process import EngineLaunch, EngineProcess
+from rollout.engines.tiny_model import write_tiny_model
+
+V0 = WeightVersion(0, 0)
+
+
+def launch(model, tmp_path, **changes):
+    return EngineLaunch(model, V0, "secret", "run-1", tmp_path / "engine.log", **changes)
+
+
+async def gone(pid, seconds=20.0):
+    async with asyncio.timeout(seconds):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_folder_without_weights_is_reported_with_the_engines_own_words(tmp_path):
+    process = EngineProcess(launch(tmp_path / "nothing", tmp_path))
+    with pytest.raises(EngineError, match=r"engine\.log ends with: .*nothing"):
+        await process.start(60)
+    assert process.returncode not in (None, 0)
+
+
+async def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(ConfigError, match="torch"):
+        EngineProcess(launch(tmp_path, tmp_path, kind="tourch"))
+
+
+async def test_a_start_past_its_deadline_is_killed_and_named(tmp_path):
+    process = EngineProcess(launch(write_tiny_model(tmp_path / "m"), tmp_path))
+    with pytest.raises(DeadlineError, match="engine to start"):
+        await process.start(0.01)
+    assert process.returncode == -signal.SIGKILL
+
+
+async def test_kill_ends_it_and_calls_fail_from_then_on(tmp_path):
+    process = EngineProcess(launch(write_tiny_model(tmp_path / "m"), tmp_path))
+    client = EngineClient(await process.start(60), token="secret", control_seconds=10)
+    await client.health()
+    assert os.getpgid(process.pid) == process.pid
+    await process.kill()
+    assert await process.wait() == -signal.SIGKILL
+    with pytest.raises(EngineError):
+        await client.health()
+    await client.close()
+
+
+async def test_an_engine_dies_with_its_parent_even_by_kill_9(tmp_path):
+    folder = write_tiny_model(tmp_path / "m")
+    program = f"""
+        import asyncio
+        from pathlib import Path
+        from laminar.types import WeightVersion
+        from rollout.engines.process import EngineLaunch, EngineProcess
+
+        async def main():
+            launch = EngineLaunch(Path({str(folder)!r}), WeightVersion(0, 0), "t", "r", Path({str(tmp_path / "log")!r}))
+            process = EngineProcess(launch)
+            await process.start(60)
+            print(process.pid, flush=True)
+            await process.wait()
+
+        asyncio.run(main())
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    try:
+        line = await asyncio.to_thread(parent.stdout.readline)
+        child = int(line)
+        assert psutil.pid_exists(child)
+    finally:
+        parent.kill()
+        parent.wait()
+    await gone(child)
+
+
+def answer(ids, logprobs, **meta):
+    triples = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=False)]
+    info = {
+        "id": "a",
+        "finish_reason": {"type": "stop", "matched": 2},
+        "completion_tokens": len(ids),
+        "weight_version": "0.3",
+        "output_token_logprobs": triples,
+    }
+    return {"output_ids": ids, "meta_info": info | meta}
+
+
+def test_an_answer_becomes_segments_by_version():
+    spans = [{"version": "0.3", "start": 0, "end": 3}, {"version": "0.4", "start": 3, "end": 5}]
+    generation = read_answer(
+        answer([11, 12, 13, 14, 15], [-0.1, -0.2, -0.3, -0.4, -0.5], weight_versions=spans, cached_tokens=4),
+        masked_heads=True,
+    )
+    assert [(s.version.number, len(s), s.masked_head_tokens) for s in generation.segments] == [(3, 3, 0), (4, 2, 1)]
+    assert generation.cached_tokens == 4
+    assert generation.finish_reason is FinishReason.STOP
+
+
+def test_an_answer_without_spans_counts_as_one_version():
+    (segment,) = read_answer(answer([11], [-0.1]), masked_heads=False).segments
+    assert segment.version == WeightVersion(0, 3)
+
+
+def test_an_abort_in_the_queue_without_counts_is_an_empty_answer():
+    meta = {"id": "a", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "weight_version": "0.3"}
+    generation = read_answer({"output_ids": [], "meta_info": meta}, masked_heads=False)
+    assert (generation.segments, generation.finish_reason) == ((), FinishReason.ABORT)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (answer([11, 12], [-0.1]), "2 ids, 1 log-probs"),
+        (answer([11, 12], [-0.1, -0.2], completion_tokens=3), "3 counted"),
+        (answer([11], [-0.1], output_token_logprobs=[[-0.1, 12, None]]), "must match"),
+        (answer([11], [float("nan")]), "not finite"),
+        (answer([11, 12], [-0.1, -0.2], weight_versions=[{"version": "0.3", "start": 0, "end": 1}]), "do not cover"),
+        (answer([11, 12], [-0.1, -0.2], weight_versions=[{"version": "0.3", "start": 1, "end": 2}]), "do not cover"),
+    ],
+)
+def test_an_answer_that_does_not_add_up_is_an_error_never_padded(wrong, message):
+    with pytest.raises(EngineError, match=message):
+        read_answer(wrong, masked_heads=False)
