@@ -2,7 +2,7 @@
 
 Invariants:
 - `version` is what the engine was last seen to hold, or None: *unknown weights* (dead, or a swap that failed or was not
-  answered). With unknown weights the engine is killed, restarted and reloaded; nothing is generated meanwhile.
+  answered). With unknown weights nothing is generated; the engine is *condemned*, and its one keeper restarts it.
 - Open trajectories belong to the engine. `bind` and `close_for_swap` exclude each other through one condition.
 
 It does not know groups, prompts or rewards.
@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 from laminar.config.rollout import EngineConfig
@@ -42,6 +42,7 @@ class Replica:
         self._changed = asyncio.Condition()
         self._open = 0
         self._closed = False
+        self._condemned = ""
         self.version: WeightVersion | None = None
         self.restarts = 0
         self.last_swap_seconds = 0.0
@@ -67,24 +68,50 @@ class Replica:
         """Whether it admits nothing, because it drains for a swap."""
         return self._closed
 
-    def is_alive(self) -> bool:
-        """Whether the engine process runs."""
-        return self._process is not None and self._process.returncode is None
+    def problem(self) -> str:
+        """Why the engine must be restarted; empty if it need not."""
+        if self._process is not None and self._process.returncode is not None:
+            return f"its process ended with status {self._process.returncode}"
+        return self._condemned
+
+    async def condemn(self, reason: str) -> None:
+        """Declare the engine's weights unknown: nothing is generated until it has been restarted."""
+        self._condemned = self._condemned or reason
+        await self._set_version(None)
 
     async def start(self) -> None:
-        """Start the engine on the newest complete version."""
-        version = self._puller.latest()
-        if version is None:
-            raise RelayError("no weight version has been published; the trainer publishes version 0 before workers start")
-        with self._puller.lease(version) as path:
+        """Start the engine on the newest complete version.
+
+        Raises:
+            RelayError: there is none.
+            EngineError, DeadlineError: it does not come up.
+        """
+        with self._lease_newest() as (version, path):
             self._process, self._client = await self._start_engine(path, version)
         await self._set_version(version)
+
+    @contextlib.contextmanager
+    def _lease_newest(self) -> Iterator[tuple[WeightVersion, Path]]:
+        """Hold the newest version; one that is superseded between the look and the lease is looked up anew."""
+        with contextlib.ExitStack() as stack:
+            while True:
+                version = self._puller.latest()
+                if version is None:
+                    raise RelayError("no weight version is there; the trainer publishes its first before workers start")
+                try:
+                    path = stack.enter_context(self._puller.lease(version))
+                    break
+                except RelayError:
+                    if self._puller.latest() == version:
+                        raise
+            yield version, path
 
     async def restart(self) -> None:
         """Kill the engine, whatever state it is in, and start it anew."""
         await self._set_version(None)
         self.restarts += 1
         await self.kill()
+        self._condemned = ""
         await self.start()
 
     async def kill(self) -> None:
@@ -111,12 +138,24 @@ class Replica:
         client, engine_id = self.client, uuid.uuid4().hex
         try:
             return await client.generate(input_ids, sampling, engine_id)
+        except EngineError:
+            await self._doubt(client)
+            raise
         except asyncio.CancelledError:
             with contextlib.suppress(EngineError, DeadlineError, TimeoutError):
                 async with asyncio.timeout(ABORT_SECONDS):
                     await client.abort(engine_id)
             logger.info("request %s was cancelled", request_id)
             raise
+
+    async def _doubt(self, client: EngineClient) -> None:
+        """After a failed request: an engine that is not healthy any more gets no further ones, which would fail as well."""
+        if self._client is client and not self._condemned:
+            try:
+                await client.health()
+            except (EngineError, DeadlineError) as error:
+                if self._client is client:
+                    await self.condemn(str(error))
 
     async def wait_ready(self, seconds: float) -> None:
         """Wait until the engine holds known weights."""

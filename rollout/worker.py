@@ -76,7 +76,7 @@ class RolloutWorker:
         Raises:
             RunFailedError: nearly every trajectory fails; carries the first error's text.
         """
-        loops = [self._claim_groups(), self._follow_weights(), self._renew_leases(), self._watch_engine(), self._report()]
+        loops = [self._claim_groups(), self._follow_weights(), self._renew_leases(), self._keep_engine(), self._report()]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(loop) for loop in loops]
@@ -154,20 +154,21 @@ class RolloutWorker:
         for attempt in range(first, first + self._rollout.max_attempts):
             async with self._replica.bind():
                 trajectory = await self._player.play(self._replica, group, member, attempt, Purpose.TRAIN)
-            self._count(trajectory)
-            if trajectory.failure is None or trajectory.failure.kind is FailureKind.USER_BUG:
+            if trajectory.failure is None:
                 break
+            self._failures[trajectory.failure.kind] += 1
+            logger.warning("%s: %s: %s", trajectory.trajectory_id, trajectory.failure.kind, trajectory.failure.text)
+            if trajectory.failure.kind is FailureKind.USER_BUG:
+                break
+        self._count(trajectory)
         outcome = await self._buffer.submit(trajectory, self._context.role)
         if outcome.startswith("refused"):
             logger.info("submit %s: %s", trajectory.trajectory_id, outcome)
 
     def _count(self, trajectory: Trajectory) -> None:
+        """Count an outcome; stop when nearly all of the last ones failed for good."""
         self._num_ended += 1
         self._ended.append(trajectory)
-        if trajectory.failure is None:
-            return
-        self._failures[trajectory.failure.kind] += 1
-        logger.warning("%s: %s: %s", trajectory.trajectory_id, trajectory.failure.kind, trajectory.failure.text)
         failed = [t.failure for t in self._ended if t.failure is not None]
         if len(self._ended) >= FAILURE_WINDOW // 4 and len(failed) > self._rollout.max_failure_ratio * len(self._ended):
             raise RunFailedError(
@@ -198,15 +199,15 @@ class RolloutWorker:
                     await self._replica.swap(newer)
             except RelayError as error:
                 logger.info("swap to %s: %s", newer, error)
-            except EngineError as error:
-                await self._restart_engine(str(error))
+            except (EngineError, DeadlineError) as error:
+                await self._replica.condemn(str(error))
 
-    async def _watch_engine(self) -> None:
-        """Restart an engine that died."""
+    async def _keep_engine(self) -> None:
+        """Restart an engine that died or was condemned."""
         while True:
+            if reason := self._replica.problem():
+                await self._restart_engine(reason)
             await asyncio.sleep(ENGINE_CHECK_SECONDS)
-            if self._replica.version is not None and not self._replica.is_alive():
-                await self._restart_engine("its process ended")
 
     async def _restart_engine(self, reason: str) -> None:
         logger.warning("engine: %s; restarting it", reason)
@@ -245,7 +246,7 @@ class RolloutWorker:
         }
         try:
             load = await self._replica.client.loads()
-        except EngineError:
+        except (EngineError, DeadlineError):
             load = None
         if load is not None:
             self._engine_tokens = load.generated_tokens

@@ -1,6 +1,6 @@
-"""`laminar`: the command line. Parses, then imports the heavy part; errors are one sentence, exit codes mean something.
+"""`laminar`: asynchronous RL post-training. Errors are one sentence, exit codes mean something.
 
-0 done    1 error    2 a setting, file or row to mend    3 the machine lacks something    4 the run gave up    130 interrupted
+Exit codes: 0 done, 1 error, 2 a setting, file or row to mend, 3 the machine lacks something, 4 the run gave up, 130 stopped.
 """
 
 import sys

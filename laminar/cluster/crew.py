@@ -148,11 +148,13 @@ class Crew:
             async with self._workers_changed:
                 self._workers[index] = worker
                 self._workers_changed.notify_all()
-            evaluation = asyncio.ensure_future(first_evaluation()) if first_evaluation else None
-            await asyncio.sleep(0)  # the evaluation's call goes out first: it holds the swap before `run` can make one
-            await worker.call("run")
-            if evaluation:
-                await evaluation
+            async with asyncio.TaskGroup() as group:
+                if first_evaluation:
+                    group.create_task(first_evaluation())
+                    await asyncio.sleep(0)  # its call goes out first: it holds the swap before `run` can make one
+                await worker.call("run")
+        except* LaminarError as failures:
+            raise first_error(failures) from None
         finally:
             self._workers.pop(index, None)
             worker.kill()

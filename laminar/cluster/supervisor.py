@@ -184,7 +184,13 @@ class Supervisor:
         evaluate_start = bool(held_out) and self._config.eval.at_start and not self._was_evaluated(0)
 
         async def evaluate(min_number: int) -> None:
-            result = await crew.evaluate(held_out, min_number)
+            try:
+                result = await crew.evaluate(held_out, min_number)
+            except (LaminarError, TimeoutError) as error:  # evaluation never stops a run
+                text = f"evaluation failed: {error or 'it took longer than eval.timeout_seconds'}"
+                self._say(text)
+                await telemetry.emit("notice", fields={"text": text})
+                return
             metrics = {
                 "eval/accuracy": result.accuracy,
                 "eval/num_prompts": len(result.rewards),

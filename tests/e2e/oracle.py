@@ -77,7 +77,7 @@ def train(model, adam, rows, rewards) -> float:
         ratio = (logprobs - torch.tensor(output.logprobs)).exp()
         loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum() / num_tokens
         loss.backward()
-        total += float(loss)
+        total += loss.item()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     adam.step()
     return total
