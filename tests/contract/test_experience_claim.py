@@ -183,10 +183,10 @@ async def test_lease_ends_by_the_servers_clock(make_run):
 async def test_older_engine_may_not_take_over_what_a_newer_one_played_when_slots_are_full(make_run):
     run = await make_run(max_staleness=1, prompts_per_step=2)
     await run.step(1, await run.ready("0.0", groups=2))
-    assert len((await run.claim("0.1")).groups) == 4
+    assert len((await run.claim("0.1", groups=3)).groups) == 3
     await run.pool.reap(ahead_seconds=3600)
-    assert (await run.claim("0.0", worker="v")).refused == "staleness"
-    assert len((await run.claim("0.1", worker="v")).groups) == 4
+    assert (await run.claim("0.0", worker="v")).refused == "staleness"  # its 2 slots are filled by the other 2 groups
+    assert len((await run.claim("0.1", groups=3, worker="v")).groups) == 3
 
 
 async def test_older_engine_may_take_over_when_the_group_would_be_admitted_anew(make_run):

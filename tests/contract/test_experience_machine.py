@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
@@ -139,6 +139,7 @@ class Machine(RuleBasedStateMachine):
         self.counts.update(admitted=GROUP_SIZE, running=GROUP_SIZE)
         return group_id
 
+    @precondition(lambda self: self.groups)
     @rule(worker=st.sampled_from(WORKERS))
     def renew(self, worker):
         listed = list(self.groups)
@@ -151,6 +152,7 @@ class Machine(RuleBasedStateMachine):
     def is_owner(self, group, worker):
         return group.state == "in_flight" and (group.owner == worker or (group.expired and group.last == worker))
 
+    @precondition(lambda self: self.groups)
     @rule()
     def let_all_leases_expire(self):
         self.call(self.pool.reap(ahead_seconds=2 * HOUR))
@@ -164,6 +166,7 @@ class Machine(RuleBasedStateMachine):
             else:
                 group.last, group.owner, group.expired = group.owner, "", True
 
+    @precondition(lambda self: self.groups)
     @rule(worker=st.sampled_from(WORKERS))
     def give_back(self, worker):
         listed = list(self.groups)
@@ -172,18 +175,29 @@ class Machine(RuleBasedStateMachine):
             if group.state == "in_flight" and group.owner == worker:
                 group.owner, group.last, group.expired = "", "", False
 
-    @rule(data=st.data(), worker=st.sampled_from(WORKERS), member=st.integers(0, GROUP_SIZE - 1), good=st.integers(0, 5))
+    @rule(most=st.integers(1, 6))
+    def owners_finish(self, most):
+        owned = [group_id for group_id, group in self.groups.items() if group.state == "in_flight" and group.owner]
+        for group_id in owned[:most]:
+            group = self.groups[group_id]
+            for member in group.missing:
+                self.hand_in(group_id, group.owner, member, True, group.oldest, self.published)
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data(), worker=st.sampled_from(WORKERS), member=st.integers(0, GROUP_SIZE - 1), good=st.integers(0, 3))
     def submit(self, data, worker, member, good):
-        if not self.groups:
-            return
         group_id = data.draw(st.sampled_from(sorted(self.groups)))
         group = self.groups[group_id]
         oldest = data.draw(st.integers(min(group.oldest, self.published), self.published))
         newest = data.draw(st.integers(oldest, self.published))
+        self.hand_in(group_id, worker, member, good > 0, oldest, newest)
+
+    def hand_in(self, group_id, worker, member, good, oldest, newest):
+        group = self.groups[group_id]
         versions = (f"{self.lineage}.{oldest}", f"{self.lineage}.{newest}")
         trajectory = self.play(group_id, member, *versions) if good else self.break_down(group_id, member, FailureKind.TOOL)
         outcome = self.call(self.buffer.submit(trajectory, worker))
-        assert outcome == self.expected_outcome(group, worker, member, bool(good), oldest)
+        assert outcome == self.expected_outcome(group, worker, member, good, oldest)
         if outcome != "accepted":
             return
         group.done[member] = (oldest, newest) if good else None
@@ -222,10 +236,9 @@ class Machine(RuleBasedStateMachine):
         if group.state == "taken":
             self.held.add(group_id)
 
+    @precondition(lambda self: self.groups and not self.taken)
     @rule()
     def take(self):
-        if self.taken or self.held:
-            return
         snapshot = self.call(self.buffer.peek())
         plan = plan_batch(
             snapshot.headers,
@@ -246,10 +259,18 @@ class Machine(RuleBasedStateMachine):
             self.counts.update(buffered=-len(group.good), taken=len(group.good))
         self.taken = list(plan.chosen)
 
+    @precondition(lambda self: self.groups and not self.taken)
+    @rule()
+    def claim_finish_and_train(self):
+        self.claim("a", 0, 4)
+        self.owners_finish(6)
+        self.take()
+        if self.taken:
+            self.publish()
+
+    @precondition(lambda self: self.taken)
     @rule()
     def publish(self):
-        if not self.taken:
-            return
         alive = [group_id for group_id in self.taken if group_id in self.groups]
         fetched = self.call(self.buffer.fetch(alive))
         for group_id, members in zip(alive, fetched, strict=True):
@@ -264,16 +285,16 @@ class Machine(RuleBasedStateMachine):
         for _ in range(2):
             self.call(self.buffer.publish(self.lineage, self.published))
 
+    @precondition(lambda self: self.unacked)
     @rule()
     def ack(self):
         for step in self.unacked:
             self.call(self.buffer.ack(self.lineage, step))
         self.unacked = []
 
+    @precondition(lambda self: self.groups)
     @rule(data=st.data(), reissue=st.booleans())
     def evict(self, data, reissue):
-        if not self.groups:
-            return
         ids = data.draw(st.lists(st.sampled_from(sorted(self.groups)), max_size=2, unique=True))
         assert self.call(self.buffer.evict([*ids, "gone"], EvictionReason.STALE, reissue)) == tuple(ids)
         for group_id in ids:
@@ -284,17 +305,17 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.done_with.add(group.prompt)
 
+    @precondition(lambda self: any(group.state != "in_flight" for group in self.groups.values()))
     @rule(data=st.data())
     def filter(self, data):
         done = sorted(group_id for group_id, group in self.groups.items() if group.state != "in_flight")
-        if not done:
-            return
         ids = data.draw(st.lists(st.sampled_from(done), max_size=2, unique=True))
         assert self.call(self.buffer.filter(ids)) == tuple(ids)
         for group_id in ids:
             self.done_with.add(self.groups[group_id].prompt)
             self.leave(group_id, "filtered")
 
+    @precondition(lambda self: self.published > self.checkpoint.number)
     @rule()
     def save_checkpoint(self):
         frontier = self.call(self.buffer.frontier())
@@ -303,6 +324,7 @@ class Machine(RuleBasedStateMachine):
         assert (frontier.number, frontier.cursor, frontier.next_admission) == (self.published, self.cursor, self.admissions)
         self.checkpoint = Checkpoint(self.published, frontier, self.counts["trained"], {p for p, _ in untrained})
 
+    @precondition(lambda self: self.published > self.checkpoint.number)
     @rule()
     def restore(self):
         saved = self.checkpoint
@@ -364,7 +386,7 @@ def test_every_trajectory_is_in_one_place_under_any_order_of_operations(valkey, 
             lambda: Machine(runner, client, trajectory_maker.play, trajectory_maker.break_down),
             settings=settings(
                 max_examples=40,
-                stateful_step_count=30,
+                stateful_step_count=40,
                 deadline=None,
                 derandomize=True,
                 database=None,

@@ -1,10 +1,12 @@
 """Submits: once, by whom, with what; and what a full server does to them."""
 
 import pytest
+import redis
 
 from laminar.errors import ExperienceError
 from laminar.experience.answers import SubmitOutcome
-from laminar.types import FailureKind
+from laminar.experience.store import ExperienceStore
+from laminar.types import EvictionReason, FailureKind
 
 
 async def claim_one(run, engine="0.0"):
@@ -136,7 +138,65 @@ async def test_lost_owner_is_refused_when_its_trajectory_is_over_age_or_the_slot
     assert await run.buffer.submit(trajectory_maker.play(group, 0, "0.2"), "v") is SubmitOutcome.ACCEPTED
 
 
-async def test_linked_payload_stays_and_an_unlinked_one_expires(make_run, trajectory_maker):
+async def test_late_submit_makes_its_group_as_old_as_its_oldest_token(make_run, trajectory_maker):
+    run = await make_run(max_staleness=1, group_size=2, prompts_per_step=2)
+    group = await claim_one(run)
+    await run.pool.reap(ahead_seconds=3600)
+    await run.buffer.publish(0, 1)
+    await run.claim("0.1", groups=1, worker="v")
+    assert (await run.buffer.peek()).headers[0].oldest == 1
+    assert await run.buffer.submit(trajectory_maker.play(group, 0, "0.0"), "w") is SubmitOutcome.ACCEPTED
+    assert (await run.buffer.peek()).headers[0].oldest == 0
+
+
+class LosesFirstAnswers:
+    """A client whose connection breaks after every other request has taken effect, before its answer arrives."""
+
+    def __init__(self, client):
+        self._client = client
+        self._requests = 0
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def lose(self):
+        self._requests += 1
+        if self._requests % 2:
+            raise redis.ConnectionError("answer lost")
+
+    async def execute_command(self, *command):
+        answer = await self._client.execute_command(*command)
+        self.lose()
+        return answer
+
+    def pipeline(self, transaction):
+        pipeline = self._client.pipeline(transaction=transaction)
+        execute = pipeline.execute
+
+        async def execute_and_lose(**options):
+            answers = await execute(**options)
+            self.lose()
+            return answers
+
+        pipeline.execute = execute_and_lose
+        return pipeline
+
+
+async def test_requests_whose_answer_is_lost_take_effect_once(make_run, redis_client, run_id, trajectory_maker):
+    run = await make_run(store=ExperienceStore(LosesFirstAnswers(redis_client), run_id), group_size=2, prompts_per_step=1)
+    first, second, third = [group.group_id for group in (await run.claim("0.0")).groups]
+    played = [trajectory_maker.play(group, member, "0.0") for group in (first, second) for member in (0, 1)]
+    assert await run.buffer.submit_many(played, "w") == [SubmitOutcome.ACCEPTED] * 4
+    assert await run.buffer.filter([second]) == (second,)
+    assert await run.buffer.evict([third], EvictionReason.STALE, reissue=True) == (third,)
+    await run.step(1, [first])
+    counters = await run.buffer.counters()
+    assert (counters.admitted, counters.trained, counters.filtered, counters.evicted) == (6, 2, 2, {"stale": 2})
+    assert counters.is_balanced
+    assert [group.prompt.prompt_id for group in (await run.claim("0.1")).groups] == ["2", "3", "4"]
+
+
+async def test_linked_payload_stays(make_run, trajectory_maker):
     run = await make_run()
     group = await claim_one(run)
     await run.buffer.submit(trajectory_maker.play(group, 0, "0.0"), "w")
