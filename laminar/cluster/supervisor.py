@@ -24,6 +24,7 @@ import redis.exceptions
 
 from laminar.cluster.crew import STOP_SECONDS, Crew, first_error
 from laminar.cluster.data import RunData, load_run_data
+from laminar.cluster.evaluation import Evaluations
 from laminar.cluster.hub import with_local_model
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
 from laminar.cluster.ray_cluster import RayCluster
@@ -34,7 +35,7 @@ from laminar.errors import LaminarError, RunFailedError
 from laminar.experience.client import connect
 from laminar.experience.server import EmbeddedServer
 from laminar.run_folder import RunFolder, RunState
-from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.telemetry.files import MetricsFile
 from laminar.telemetry.observer import Observer
 from laminar.telemetry.stream import Event, TelemetryReader, TelemetryWriter
 from laminar.telemetry.view import RunView
@@ -153,6 +154,8 @@ class Supervisor:
         observer = Observer(reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view))
         crew = Crew(self._config, context, telemetry, self._say, self._note_process)
         self.outcome.restarts = crew.restarts
+        held_out = data.encoded_held_out()
+        evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
             async with asyncio.TaskGroup() as group:
                 background = [
@@ -161,7 +164,7 @@ class Supervisor:
                     group.create_task(self._watch_progress()),
                     group.create_task(crew.keep_relay()),
                 ]
-                await self._train(crew, data, telemetry, group, background)
+                await self._train(crew, evaluations, group, background)
                 await crew.stop()
                 for task in background:
                     task.cancel()
@@ -174,35 +177,11 @@ class Supervisor:
     async def _train(
         self,
         crew: Crew,
-        data: RunData,
-        telemetry: TelemetryWriter,
+        evaluations: Evaluations,
         group: asyncio.TaskGroup,
         background: list["asyncio.Task[None]"],
     ) -> None:
         """Training and the evaluations around it; a stop signal cuts it short in order."""
-        held_out = data.encoded_held_out()
-        evaluate_start = bool(held_out) and self._config.eval.at_start and not self._was_evaluated(0)
-
-        async def evaluate(min_number: int) -> None:
-            try:
-                result = await crew.evaluate(held_out, min_number)
-            except (LaminarError, TimeoutError) as error:  # evaluation never stops a run
-                text = f"evaluation failed: {error or 'it took longer than eval.timeout_seconds'}"
-                self._say(text)
-                await telemetry.emit("notice", fields={"text": text})
-                return
-            metrics = {
-                "eval/accuracy": result.accuracy,
-                "eval/num_prompts": len(result.rewards),
-                "eval/failed": len(result.failures),
-                "eval/version_number": result.version_number,
-            }
-            count = len(result.rewards)
-            self._say(f"held-out accuracy at version {result.version_number}: {result.accuracy:.3f} ({count} prompts)")
-            await telemetry.emit("evaluation", metrics, fields={"step": result.version_number})
-
-        async def first_evaluation() -> None:
-            await evaluate(0)
 
         def start_workers() -> None:
             if self._workers_started:
@@ -210,7 +189,7 @@ class Supervisor:
             self._workers_started = True
             self._folder.update_state(status="running")
             for index in range(self._config.rollout.num_workers):
-                evaluation = first_evaluation if evaluate_start and index == 0 else None
+                evaluation = evaluations.evaluate_start if evaluations.wants_start and index == 0 else None
                 background.append(group.create_task(crew.keep_worker(index, evaluation)))
 
         training = group.create_task(crew.train(start_workers))
@@ -222,8 +201,8 @@ class Supervisor:
         stopping.cancel()
         result = training.result()
         self.outcome.reason = str(result.get("reason", ""))
-        if held_out and self._config.eval.at_end:
-            await evaluate(int(result["step"]))
+        if evaluations.wants_end:
+            await evaluations.evaluate(int(result["step"]))
 
     async def _stop_training(self, crew: Crew, training: "asyncio.Task[dict[str, Any]]") -> None:
         self._folder.update_state(status="stopping")
@@ -239,10 +218,6 @@ class Supervisor:
 
     def _note_process(self, role: str, pid: int) -> None:
         self._folder.update_state(roles={**self._folder.read_state().roles, role: pid})
-
-    def _was_evaluated(self, step: int) -> bool:
-        path = self._folder.metrics
-        return path.exists() and any(line["kind"] == "evaluation" and line["step"] == step for line in read_lines(path))
 
     async def _measure_memory(self, run_id: str) -> None:
         """Track the peak of resident memory of all processes of the run, this one included."""
