@@ -20,6 +20,9 @@ from laminar.config.load import append_user_modules
 from laminar.config.root import LaminarConfig
 from laminar.errors import DeadlineError, EnvironmentSetupError, LaminarError
 
+LOOPBACK = "127.0.0.2"
+"""Keeps a local Ray off the network. (Ray replaces 127.0.0.1 by the address of the network card.)"""
+
 OBJECT_STORE_BYTES = 80 * 1024**2
 """Ray's smallest object store: no data of ours passes through it."""
 
@@ -40,7 +43,7 @@ class RayCluster:
                 "num_cpus": max(num_cpus, os.cpu_count() or 1),
                 "include_dashboard": False,
                 "_temp_dir": str(scratch),
-                "_node_ip_address": "127.0.0.1",
+                "_node_ip_address": LOOPBACK,
                 "object_store_memory": OBJECT_STORE_BYTES,
             }
         try:

@@ -108,11 +108,7 @@ class Supervisor:
 
     async def _start_services(self, stack: AsyncExitStack, state: RunState) -> tuple[RunData, RoleContext]:
         """Signals, sentinel, prompts, Redis, Ray: each is undone in reverse order when the stack unwinds."""
-        loop, main = asyncio.get_running_loop(), asyncio.current_task()
-        assert main is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number, main)
-            stack.callback(loop.remove_signal_handler, number)
+        self._catch_signals(stack)
         scratch = f"/tmp/laminar-ray-{state.token[:8]}"
         sentinel = Sentinel(state.run_id, [str(Path(self._config.relay.root) / f"laminar-{state.run_id}-*"), scratch])
         stack.callback(sentinel.dismiss)
@@ -135,8 +131,16 @@ class Supervisor:
         self._say("starting Ray")
         cluster = RayCluster(self._config.cluster.ray_address, cpus_needed(self._config), state.run_id, Path(scratch))
         stack.callback(cluster.stop)
+        self._catch_signals(stack)  # again, for Ray puts its own handler in place
         context = RoleContext("supervisor", state.run_id, state.token, url, self._folder.path.resolve())
         return data, context
+
+    def _catch_signals(self, stack: AsyncExitStack) -> None:
+        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        assert main is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number, main)
+            stack.callback(loop.remove_signal_handler, number)
 
     def _on_signal(self, number: signal.Signals, main: "asyncio.Task[Any]") -> None:
         if self._stop.is_set():

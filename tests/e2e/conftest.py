@@ -92,11 +92,9 @@ def start(tmp_path):
     """Start a run of the tiny recipe with overrides; whatever is left at the end of the test is ended."""
     runs = []
 
-    def start_run(*overrides: str, resume: Path | None = None, recipe: Path = TINY) -> Run:
-        arguments = (
-            ["resume", str(resume), *overrides] if resume else ["run", str(recipe), f"run.directory={tmp_path}", *overrides]
-        )
-        runs.append(Run(arguments, tmp_path))
+    def start_run(*overrides: str, resume: Path | None = None, recipe: Path = TINY, directory: Path = tmp_path) -> Run:
+        fresh = ["run", str(recipe), f"run.directory={directory}"]
+        runs.append(Run([*(["resume", str(resume)] if resume else fresh), *overrides], directory))
         return runs[-1]
 
     yield start_run
@@ -104,6 +102,6 @@ def start(tmp_path):
         if run.process.poll() is None:
             os.killpg(run.process.pid, signal.SIGKILL)
             run.process.wait()
-        for path in tmp_path.iterdir():
+        for path in run.directory.iterdir():
             if path.is_dir():
                 end_processes(path.name, 10.0)

@@ -60,3 +60,15 @@ def test_sigterm_ends_everything_in_order(start):
     run.process.terminate()
     assert run.wait(30) == 130, run.text()
     run.wait_until_gone(1)
+    assert "***" not in run.text()  # no stack dump of Ray's
+
+
+def test_two_runs_started_together_on_one_host_never_meet(start, tmp_path_factory):
+    settings = ("run.max_steps=3", "staleness.max_staleness=0", *STEADY)
+    first = start(*settings)
+    second = start(*settings, directory=tmp_path_factory.mktemp("second"))
+    for run in (first, second):
+        assert run.wait(240) == 0, run.text()
+        assert run.leftovers() == []
+    assert first.folder.path.name != second.folder.path.name
+    assert [line["batch"] for line in first.lines()] == [line["batch"] for line in second.lines()]
