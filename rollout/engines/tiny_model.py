@@ -1,6 +1,7 @@
 """A tiny random Llama checkpoint, written in milliseconds: for tests of anything that needs a model but no sense.
 
-It is a plain HF folder (`config.json`, `generation_config.json`, `model.safetensors`, no tokenizer). This module knows no engine.
+It is a plain HF folder (`config.json`, `generation_config.json`, `model.safetensors`, no tokenizer). This module knows no
+engine.
 """
 
 from pathlib import Path
@@ -10,7 +11,9 @@ import transformers
 from safetensors.torch import save_file
 
 
-def tiny_config(*, tied: bool = True, vocabulary_size: int = 128, end_ids: tuple[int, ...] = (2,)) -> transformers.LlamaConfig:
+def tiny_config(
+    *, tied: bool = True, vocabulary_size: int = 128, end_ids: tuple[int, ...] = (2,)
+) -> transformers.LlamaConfig:
     """Two layers, grouped heads, float32."""
     return transformers.LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -57,7 +60,9 @@ def write_tiny_model(
             parameter.copy_((1 + noise if name.endswith("norm.weight") else noise) * scale)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
-    transformers.GenerationConfig(bos_token_id=1, eos_token_id=list(end_ids), pad_token_id=end_ids[0]).save_pretrained(folder)
+    transformers.GenerationConfig(bos_token_id=1, eos_token_id=list(end_ids), pad_token_id=end_ids[0]).save_pretrained(
+        folder
+    )
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

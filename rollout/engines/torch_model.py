@@ -59,6 +59,8 @@ class CausalModel:
     """
 
     def __init__(self, folder: Path, *, batch_invariant: bool = False) -> None:
+        if not (folder / "config.json").is_file():
+            raise EngineError(f"{folder} holds no config.json; name the folder of a Hugging Face checkpoint")
         self.config = transformers.AutoConfig.from_pretrained(folder)
         check_architecture(self.config)
         self._model = build_empty(self.config)
@@ -196,7 +198,9 @@ class CausalModel:
             queries, keys = attention.q_proj(states).view(heads), attention.k_proj(states).view(heads)
             if hasattr(attention, "q_norm"):
                 queries, keys = attention.q_norm(queries), attention.k_norm(keys)
-            queries, keys = rotate(queries, cosine, sine), rotate(keys, cosine, sine)
+            num_heads = queries.shape[1]
+            turned = rotate(torch.cat((queries, keys), dim=1), cosine, sine)
+            queries, keys = turned[:, :num_heads], turned[:, num_heads:]
             mixed = attend(index, queries, keys, attention.v_proj(states).view(heads))
             hidden = hidden + attention.o_proj(mixed.view(len(states), -1))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -211,17 +215,24 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.T
 
 
 def plan_chunks(lengths: Sequence[int]) -> list[Chunk]:
-    """Cut the active rows into chunks; `lengths` include the token being read."""
-    chunks = []
+    """Cut the active rows into chunks, neighbours of one width together; `lengths` include the token being read."""
+    bounds: list[tuple[int, int, int]] = []
     for start in range(0, len(lengths), CHUNK_ROWS):
-        part = lengths[start : start + CHUNK_ROWS]
-        width = -(-max(part) // WIDTH_STEP) * WIDTH_STEP
-        mask = None
-        if min(part) < width:
-            outside = torch.arange(width) >= torch.tensor(part)[:, None]
-            mask = torch.zeros(len(part), 1, 1, width).masked_fill_(outside[:, None, None], float("-inf"))
-        chunks.append(Chunk(start, start + len(part), width, mask))
-    return chunks
+        end = min(start + CHUNK_ROWS, len(lengths))
+        width = -(-max(lengths[start:end]) // WIDTH_STEP) * WIDTH_STEP
+        if bounds and bounds[-1][2] == width:
+            start = bounds.pop()[0]
+        bounds.append((start, end, width))
+    return [make_chunk(lengths[start:end], start, width) for start, end, width in bounds]
+
+
+def make_chunk(part: Sequence[int], start: int, width: int) -> Chunk:
+    """A chunk and, if some row is shorter than it is wide, its mask."""
+    mask = None
+    if min(part) < width:
+        outside = torch.arange(width) >= torch.tensor(part)[:, None]
+        mask = torch.zeros(len(part), 1, 1, width).masked_fill_(outside[:, None, None], float("-inf"))
+    return Chunk(start, start + len(part), width, mask)
 
 
 def check_architecture(config: Any) -> None:

@@ -14,13 +14,28 @@ from laminar.errors import ConfigError, DeadlineError, EngineError
 from laminar.types import FinishReason, WeightVersion
 from rollout.engines.client import EngineClient, read_answer
 from rollout.engines.process import EngineLaunch, EngineProcess
-from rollout.engines.tiny_model import write_tiny_model
 
 V0 = WeightVersion(0, 0)
 
 
-def launch(model, tmp_path, **changes):
-    return EngineLaunch(model, V0, "secret", "run-1", tmp_path / "engine.log", **changes)
+def launch(tmp_path, program, **changes):
+    """An engine whose interpreter is a small program of ours, so that it starts at once."""
+    path = tmp_path / "engine"
+    path.write_text(f"#!{sys.executable}\n" + textwrap.dedent(program))
+    path.chmod(0o755)
+    return EngineLaunch(tmp_path / "m", V0, "secret", "run-1", tmp_path / "engine.log", python=str(path), **changes)
+
+
+LISTENS = """
+    import json, os, sys, time
+    from rollout.engines.lifeline import die_with_parent
+
+    die_with_parent()
+    (flag,) = [flag for flag in sys.argv if flag.startswith("--ready-fd=")]
+    content = {"url": "http://127.0.0.1:9", "threads": os.environ["OMP_NUM_THREADS"]}
+    os.write(int(flag.partition("=")[2]), json.dumps(content).encode() + b"\\n")
+    time.sleep(600)
+"""
 
 
 async def gone(pid, seconds=20.0):
@@ -29,29 +44,28 @@ async def gone(pid, seconds=20.0):
             await asyncio.sleep(0.01)
 
 
-async def test_a_folder_without_weights_is_reported_with_the_engines_own_words(tmp_path):
-    process = EngineProcess(launch(tmp_path / "nothing", tmp_path))
-    with pytest.raises(EngineError, match=r"engine\.log ends with: .*nothing"):
+async def test_an_engine_that_dies_while_starting_is_reported_with_its_own_words(tmp_path):
+    process = EngineProcess(launch(tmp_path, "import sys; sys.exit('no such model')"))
+    with pytest.raises(EngineError, match=r"engine\.log ends with: no such model"):
         await process.start(60)
     assert process.returncode not in (None, 0)
 
 
 async def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ConfigError, match="torch"):
-        EngineProcess(launch(tmp_path, tmp_path, kind="tourch"))
+        EngineProcess(launch(tmp_path, "", kind="tourch"))
 
 
 async def test_a_start_past_its_deadline_is_killed_and_named(tmp_path):
-    process = EngineProcess(launch(write_tiny_model(tmp_path / "m"), tmp_path))
+    process = EngineProcess(launch(tmp_path, "import time; time.sleep(600)"))
     with pytest.raises(DeadlineError, match="engine to start"):
-        await process.start(0.01)
+        await process.start(0.3)
     assert process.returncode == -signal.SIGKILL
 
 
-async def test_kill_ends_it_and_calls_fail_from_then_on(tmp_path):
-    process = EngineProcess(launch(write_tiny_model(tmp_path / "m"), tmp_path))
+async def test_kill_ends_the_whole_group_and_calls_fail_from_then_on(tmp_path):
+    process = EngineProcess(launch(tmp_path, LISTENS))
     client = EngineClient(await process.start(60), token="secret", control_seconds=10)
-    await client.health()
     assert os.getpgid(process.pid) == process.pid
     await process.kill()
     assert await process.wait() == -signal.SIGKILL
@@ -61,26 +75,26 @@ async def test_kill_ends_it_and_calls_fail_from_then_on(tmp_path):
 
 
 async def test_an_engine_dies_with_its_parent_even_by_kill_9(tmp_path):
-    folder = write_tiny_model(tmp_path / "m")
+    engine = launch(tmp_path, LISTENS)
     program = f"""
         import asyncio
-        from pathlib import Path
+        from pathlib import Path, PosixPath
         from laminar.types import WeightVersion
         from rollout.engines.process import EngineLaunch, EngineProcess
 
         async def main():
-            launch = EngineLaunch(Path({str(folder)!r}), WeightVersion(0, 0), "t", "r", Path({str(tmp_path / "log")!r}))
-            process = EngineProcess(launch)
+            process = EngineProcess({engine!r})
             await process.start(60)
             print(process.pid, flush=True)
             await process.wait()
 
         asyncio.run(main())
     """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(  # noqa: ASYNC220 starting takes no time
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
     try:
-        line = await asyncio.to_thread(parent.stdout.readline)
-        child = int(line)
+        child = int(await asyncio.to_thread(parent.stdout.readline))
         assert psutil.pid_exists(child)
     finally:
         parent.kill()

@@ -54,7 +54,8 @@ def test_logprobs_agree_with_a_plain_forward_for_unequal_requests_that_join_and_
     engine = TorchEngine(folder, "0.0", EngineOptions(max_running=3))
     prompts = [[3 + (7 * i + j) % 120 for j in range(2 + 9 * i)] for i in range(6)]
     outputs = [
-        engine.add(request(f"r{i}", prompt, new=3 + 5 * (i % 4), seed=i, temperature=0.8)) for i, prompt in enumerate(prompts)
+        engine.add(request(f"r{i}", prompt, new=3 + 5 * (i % 4), seed=i, temperature=0.8))
+        for i, prompt in enumerate(prompts)
     ]
     run(engine)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -67,12 +68,21 @@ def request_folder(tiny, untied):
 
 
 def small_config(kind):
-    fields = dict(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, head_dim=16, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    return getattr(transformers, f"{kind}Config")(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        head_dim=16,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
         dtype=torch.float32,
-    )  # fmt: skip
-    return getattr(transformers, f"{kind}Config")(**fields)
+    )
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Mistral"])
@@ -95,6 +105,11 @@ def test_another_architecture_is_refused_by_name(tmp_path):
     transformers.GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match="GPT2LMHeadModel"):
         TorchEngine(tmp_path, "0.0")
+
+
+def test_a_folder_without_a_checkpoint_is_refused_by_path(tmp_path):
+    with pytest.raises(EngineError, match=r"nothing holds no config\.json"):
+        TorchEngine(tmp_path / "nothing", "0.0")
 
 
 def test_rows_longer_than_the_first_allocation_keep_their_cache(tiny):

@@ -280,7 +280,7 @@ def test_an_untied_model_needs_its_head_sent(tmp_path):
     engine = TorchEngine(folder, "0.0")
     head, embedding = head_and_embedding(engine)
     assert head.data_ptr() != embedding.data_ptr()
-    with pytest.raises(EngineError, match="missing .*lm_head.weight"):
+    with pytest.raises(EngineError, match=r"missing .*lm_head\.weight"):
         engine.update_weights(broken_copy(folder, tmp_path / "headless", lambda t: t.pop(HEAD)), "0.1", flush_cache=True)
 
 
