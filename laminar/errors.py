@@ -67,3 +67,22 @@ class EngineError(LaminarError):
 
 class RelayError(LaminarError):
     """A weight version could not be published, verified or leased."""
+
+
+FATAL_ERRORS = (ConfigError, EnvironmentSetupError, RunFailedError)
+"""Errors that no restart of a role can mend."""
+
+
+def first_error(failures: BaseExceptionGroup[LaminarError]) -> LaminarError:
+    """The first leaf of a group of errors, however nested; a fatal one before others."""
+    leaves: list[LaminarError] = []
+
+    def collect(error: BaseException) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            for inner in error.exceptions:
+                collect(inner)
+        elif isinstance(error, LaminarError):
+            leaves.append(error)
+
+    collect(failures)
+    return next((leaf for leaf in leaves if isinstance(leaf, FATAL_ERRORS)), leaves[0])

@@ -16,7 +16,15 @@ from typing import Any
 from laminar.cluster.roles import RoleContext
 from laminar.codec import decode_prompt
 from laminar.config.root import LaminarConfig
-from laminar.errors import DeadlineError, EngineError, ExperienceError, RelayError, RunFailedError
+from laminar.errors import (
+    DeadlineError,
+    EngineError,
+    ExperienceError,
+    LaminarError,
+    RelayError,
+    RunFailedError,
+    first_error,
+)
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.prompts import PromptPool
@@ -84,8 +92,8 @@ class RolloutWorker:
                 await self._stopping.wait()
                 for task in [*tasks, *self._groups.values()]:
                     task.cancel()
-        except* RunFailedError as failures:
-            raise failures.exceptions[0] from None
+        except* LaminarError as failures:
+            raise first_error(failures) from None
         finally:
             await self._leave()
 
@@ -143,8 +151,8 @@ class RolloutWorker:
             async with asyncio.TaskGroup() as members:
                 for member in group.members:
                     members.create_task(self._play_member(group, member))
-        except* RunFailedError as failures:
-            raise failures.exceptions[0] from None
+        except* LaminarError as failures:
+            raise first_error(failures) from None
         finally:
             self._groups.pop(group.group_id, None)
 

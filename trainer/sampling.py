@@ -170,7 +170,7 @@ class BatchSource:
 
 def describe_wait(headers: Sequence[GroupHeader], plan: BatchPlan, seconds: float) -> str:
     """A sentence that names what the trainer waits for."""
-    if plan.due:
+    if plan.is_held_by_bound:
         names = ", ".join(f"{h.group_id} (version {h.oldest}, {h.owner or 'no owner'})" for h in plan.due[:5])
         return f"{len(plan.due)} groups that must be trained now: {names}; {seconds:.0f} s so far"
     in_flight = [h for h in headers if h.state is GroupState.IN_FLIGHT]

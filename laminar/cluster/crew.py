@@ -14,7 +14,7 @@ from typing import Any
 from laminar.cluster.ray_cluster import RoleProcess
 from laminar.cluster.roles import RoleContext, RoleSpec, relay_spec, rollout_spec, trainer_specs
 from laminar.config.root import LaminarConfig
-from laminar.errors import ConfigError, EnvironmentSetupError, LaminarError, RunFailedError
+from laminar.errors import FATAL_ERRORS, LaminarError, RunFailedError, first_error
 from laminar.telemetry.stream import TelemetryWriter
 
 logger = logging.getLogger("laminar.supervisor")
@@ -22,7 +22,6 @@ logger = logging.getLogger("laminar.supervisor")
 STOP_SECONDS = 20.0
 """How long an orderly stop may take before the rest is killed."""
 RELAY_START_SECONDS = 60.0
-FATAL = (ConfigError, EnvironmentSetupError, RunFailedError)
 
 
 class Crew:
@@ -112,7 +111,7 @@ class Crew:
         while True:
             try:
                 return await life()
-            except FATAL:
+            except FATAL_ERRORS:
                 raise
             except LaminarError as error:
                 if self.is_stopping:
@@ -176,18 +175,3 @@ class Crew:
                 rank.kill()
             self._ranks = []
         raise AssertionError("unreachable")
-
-
-def first_error(failures: BaseExceptionGroup[LaminarError]) -> LaminarError:
-    """The first leaf of a group of errors, a fatal one before others."""
-    leaves: list[LaminarError] = []
-
-    def collect(error: BaseException) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            for inner in error.exceptions:
-                collect(inner)
-        elif isinstance(error, LaminarError):
-            leaves.append(error)
-
-    collect(failures)
-    return next((leaf for leaf in leaves if isinstance(leaf, FATAL)), leaves[0])

@@ -22,7 +22,7 @@ from typing import Any
 
 import redis.exceptions
 
-from laminar.cluster.crew import STOP_SECONDS, Crew, first_error
+from laminar.cluster.crew import STOP_SECONDS, Crew
 from laminar.cluster.data import RunData, load_run_data
 from laminar.cluster.evaluation import Evaluations
 from laminar.cluster.hub import with_local_model
@@ -31,8 +31,8 @@ from laminar.cluster.ray_cluster import RayCluster
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, cpus_needed
 from laminar.cluster.sentinel import Sentinel
 from laminar.config.root import LaminarConfig
-from laminar.errors import LaminarError, RunFailedError
-from laminar.experience.client import connect
+from laminar.errors import LaminarError, RunFailedError, first_error
+from laminar.experience.client import check_server, connect
 from laminar.experience.server import EmbeddedServer
 from laminar.run_folder import RunFolder, RunState
 from laminar.telemetry.files import MetricsFile
@@ -125,6 +125,7 @@ class Supervisor:
             url = server.url
         self._redis = await connect(url)
         stack.push_async_callback(self._redis.aclose)
+        await check_server(self._redis)
         await data.put_into_pool(self._redis, state.run_id, self._config)
         self._folder.update_state(redis_url=url)
 
