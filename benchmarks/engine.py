@@ -31,7 +31,7 @@ from rollout.engines.wire import GenerateWire, SamplingWire
 
 MODEL = Path("models/smollm2-135m")
 BARS = {"equal_1": 1.0, "equal_8": 1.0, "equal_32": 1.0, "tail": 1.5, "step": 1.3}
-TAIL_LENGTHS = (3, 4, 5, 6, 8, 10, 14, 32)
+TAIL_LENGTHS = (2, 3, 4, 5, 6, 8, 12, 26)
 STEP_CONTEXT = 64
 
 Case = tuple[list[list[int]], list[int]]
@@ -72,7 +72,7 @@ def cases(quick: bool) -> dict[str, Case]:
     def prompts(count: int, tokens: int) -> list[list[int]]:
         return torch.randint(3, 40000, (count, tokens), generator=generator).tolist()
 
-    new = {1: 12, 8: 8, 32: 6} if quick else {1: 64, 8: 64, 32: 64}
+    new = {1: 16, 8: 8, 32: 5} if quick else {1: 64, 8: 64, 32: 64}
     made = {f"equal_{batch}": (prompts(batch, 8), [length] * batch) for batch, length in new.items()}
     groups, stretch, prompt_tokens = (2, 1, 32) if quick else (4, 8, 128)
     members = [prompt for prompt in prompts(groups, prompt_tokens) for _ in TAIL_LENGTHS]
@@ -145,8 +145,8 @@ def main() -> int:
     run_engine(engine, warm_up)
     run_generate(model, warm_up)
     started = time.perf_counter() if not quick else started
-    deadline = started + (30 if quick else 1e9)
-    figures = {"step": compare_step(engine, model, 5 if quick else 15)}
+    deadline = started + (24 if quick else 1e9)
+    figures = {"step": compare_step(engine, model, 4 if quick else 15)}
     for name, case in cases(quick).items():
         figures[name] = compare(engine, model, case, 3, deadline)
         print(name, {key: round(value, 2) for key, value in figures[name].items()}, flush=True)

@@ -6,9 +6,9 @@ This module knows neither torch nor processes.
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,7 +93,8 @@ class EngineClient:
             async with self._exchange("POST", "/generate", content, self._request_seconds) as response:
                 answer = await response.json() if on_tokens is None else await self._read_stream(response, on_tokens)
         except DeadlineError:
-            await self.abort(request_id)
+            with contextlib.suppress(EngineError, DeadlineError):  # the deadline is the news, not that nobody listens
+                await self.abort(request_id)
             raise
         generation = read_answer(answer, masked_heads=self._swap == "in_place")
         self._received_tokens += generation.num_tokens
@@ -208,7 +209,7 @@ class EngineClient:
             text = await response.text()
         return json.loads(text) if text.startswith("{") else {}
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _exchange(
         self, method: str, path: str, content: dict[str, Any] | None, seconds: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:

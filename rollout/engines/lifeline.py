@@ -1,8 +1,8 @@
 """A child process that does not outlive its parent.
 
 Two ropes, for each has a gap: the kernel's parent-death signal (set after the fork, so a parent may have died already) and
-a pipe on standard input that ends with the parent (a parent that hangs but lives keeps it open). This module knows nothing
-of engines.
+a pipe on standard input that ends with the parent (a parent that hangs but lives keeps it open). The signal comes already
+when the *thread* that started us ends, so start engines from a thread that stays. This module knows nothing of engines.
 """
 
 import ctypes

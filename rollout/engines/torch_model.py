@@ -193,18 +193,27 @@ class CausalModel:
         cosine, sine = (table[0, :, None] for table in decoder.rotary_emb(hidden[None], positions[None]))
         for index, layer in enumerate(decoder.layers):
             attention = layer.self_attn
-            states = layer.input_layernorm(hidden)
+            states = normalize(layer.input_layernorm, hidden)
             heads = (len(states), -1, attention.head_dim)
             queries, keys = attention.q_proj(states).view(heads), attention.k_proj(states).view(heads)
             if hasattr(attention, "q_norm"):
-                queries, keys = attention.q_norm(queries), attention.k_norm(keys)
+                queries, keys = normalize(attention.q_norm, queries), normalize(attention.k_norm, keys)
             num_heads = queries.shape[1]
             turned = rotate(torch.cat((queries, keys), dim=1), cosine, sine)
             queries, keys = turned[:, :num_heads], turned[:, num_heads:]
             mixed = attend(index, queries, keys, attention.v_proj(states).view(heads))
-            hidden = hidden + attention.o_proj(mixed.view(len(states), -1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return decoder.norm(hidden)
+            hidden = attention.o_proj(mixed.view(len(states), -1)).add_(hidden)
+            states = normalize(layer.post_attention_layernorm, hidden)
+            mlp = layer.mlp
+            hidden = mlp.down_proj(mlp.act_fn(mlp.gate_proj(states)).mul_(mlp.up_proj(states))).add_(hidden)
+        return normalize(decoder.norm, hidden)
+
+
+def normalize(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """A model's RMS norm; in float32 by the fused operator, which gives the same in half the time."""
+    if x.dtype == torch.float32:
+        return functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+    return norm(x)
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
