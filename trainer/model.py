@@ -31,7 +31,10 @@ def load_model(config: ModelConfig, *, gradient_checkpointing: bool) -> PreTrain
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f'model.path {config.path} is stored in {model.dtype}: set model.dtype = "bfloat16" or "float32"')
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )  # renamed in 5.x
+        enable({"use_reentrant": False})
     model.train()
     return model
 
