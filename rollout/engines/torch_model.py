@@ -124,11 +124,12 @@ class CausalModel:
         for sequence in sequences:
             bounds.append((start, start + len(sequence)))
             start += len(sequence)
-        ids = torch.tensor([token for sequence in sequences for token in sequence])
-        positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+        padding = [0] * max(0, self._min_rows - start)
+        ids = torch.tensor([token for sequence in (*sequences, padding) for token in sequence])
+        positions = torch.cat([torch.arange(len(sequence)) for sequence in (*sequences, padding)])
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            mixed = torch.empty_like(queries)
+            mixed = torch.zeros_like(queries)
             for row, (first, last) in zip(rows, bounds, strict=True):
                 k, v = keys[first:last].transpose(0, 1), values[first:last].transpose(0, 1)
                 store.keys[layer][row, :, : last - first] = k
