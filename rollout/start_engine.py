@@ -14,6 +14,9 @@ from rollout.replica import StartEngine
 def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
     """A function that starts the configured engine on a folder of weights and waits until it answers with their version."""
     engine = config.rollout.engine
+    options = dict(engine.options)
+    if engine.kind == "torch" and config.staleness.bound == 0:
+        options.setdefault("batch-invariant", True)  # on-policy runs repeat bit by bit (DESIGN section 4, rule 9)
 
     async def start(path: Path, version: WeightVersion) -> tuple[EngineProcess, EngineClient]:
         process = EngineProcess(
@@ -28,7 +31,7 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
                 max_running=engine.max_running,
                 max_cached_tokens=engine.max_cached_tokens,
                 num_threads=engine.num_threads,
-                options=dict(engine.options),
+                options=options,
             )
         )
         url = await process.start(engine.start_seconds)

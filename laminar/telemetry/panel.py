@@ -45,7 +45,7 @@ def render(view: RunView, title: str, bound: int | None) -> RenderableType:
     facts.add_column()
     rows = [
         ("step", f"{view.step} of {view.max_steps}   left: {duration(view.seconds_left())}"),
-        ("reward", f"{get('reward/mean', float('nan')):.3f}   {sparkline(view.rewards)}"),
+        ("reward", f"{get('reward/finished_mean', float('nan')):.3f}   {sparkline(view.rewards)}"),
         ("loss", f"{get('train/loss', float('nan')):+.4f}   mismatch KL {get('mismatch/kl', float('nan')):.2e}"),
         ("staleness", f"{staleness_text(view)}   bound: {'none' if bound is None else bound}"),
         ("trained", f"{get('throughput/trained_tokens_per_second', 0):.0f} tokens/s"),
@@ -75,7 +75,7 @@ def step_line(view: RunView) -> str:
     """One line a step, for logs and pipes."""
     get = view.latest.get
     return (
-        f"step {view.step}/{view.max_steps}  reward {get('reward/mean', float('nan')):.3f}  "
+        f"step {view.step}/{view.max_steps}  reward {get('reward/finished_mean', float('nan')):.3f}  "
         f"loss {get('train/loss', 0):+.4f}  "
         f"staleness {get('staleness/versions_mean', 0):.2f} (max {get('staleness/versions_max', 0):.0f})  "
         f"trained {get('throughput/trained_tokens_per_second', 0):.0f} tok/s  "

@@ -23,10 +23,15 @@ def staleness_histogram(steps: Sequence[Mapping[str, Any]]) -> Counter[int]:
     return histogram
 
 
-def mean_of(steps: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Mean of a metric over steps."""
-    values = [step[name] for step in steps if name in step]
+def mean_reward(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Mean over steps of the reward of everything that was played, groups filtered as uninformative included."""
+    values = [value for step in steps if (value := reward_of(step)) is not None]
     return sum(values) / len(values) if values else float("nan")
+
+
+def reward_of(step: Mapping[str, Any]) -> float | None:
+    """Mean reward of the groups that became ready for a step; of the trained ones if there were none."""
+    return step.get("reward/finished_mean", step.get("reward/mean"))
 
 
 def summarize(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -42,8 +47,8 @@ def summarize(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> d
     generated = float(facts["generated_tokens"])
     return {
         "steps": len(steps),
-        "first_reward": mean_of(steps[:FIRST_STEPS], "reward/mean"),
-        "last_reward": mean_of(steps[-LAST_STEPS:], "reward/mean"),
+        "first_reward": mean_reward(steps[:FIRST_STEPS]),
+        "last_reward": mean_reward(steps[-LAST_STEPS:]),
         "accuracies": evaluations,
         "staleness": dict(sorted(staleness_histogram(steps).items())),
         "trained_tokens_per_second": sum(step.get("train/tokens", 0) for step in steps) / seconds if seconds else 0.0,
@@ -55,7 +60,7 @@ def summarize(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> d
 def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The report as a table."""
     figures = summarize(facts, lines)
-    rewards = [line["reward/mean"] for line in lines if line["kind"] == "step" and "reward/mean" in line]
+    rewards = [value for line in lines if line["kind"] == "step" and (value := reward_of(line)) is not None]
     total = sum(figures["staleness"].values()) or 1
     table = Table(show_header=False, title=f"run {facts['status']}: {facts['reason']}", title_justify="left", box=None)
     table.add_column(justify="right", style="bold")

@@ -98,8 +98,8 @@ class RunView:
         for name, value in metrics.items():
             if name.startswith("staleness/histogram_"):
                 self.staleness[int(name.rpartition("_")[2])] += int(value)
-        if "reward/mean" in metrics:
-            self.rewards.append(metrics["reward/mean"])
+        metrics.setdefault("reward/finished_mean", metrics.get("reward/mean", 0.0))
+        self.rewards.append(metrics["reward/finished_mean"])
         self.latest = metrics
         return metrics
 
