@@ -34,14 +34,14 @@ models/tiny/config.json: | $(VENV)/.ready
 demo: setup models/smollm2-135m/config.json models/addition/train.jsonl
 	$(BIN)/laminar run deploy/recipes/demo.toml
 
-test: setup models/tiny/config.json
-	$(BIN)/python -m pytest -q -m "not slow"
+test: test-fast models/tiny/config.json
+	$(BIN)/python -m pytest -q -m "not slow" tests/e2e
 
 test-fast: setup
-	$(BIN)/python -m pytest -q -m "not slow and not e2e" tests/unit tests/contract tests/architecture
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit tests/contract tests/architecture
 
 test-slow: setup models/tiny/config.json
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m slow
 
 lint: setup
 	$(BIN)/ruff check .

@@ -45,7 +45,7 @@ class _Wait:
     """One wait for a batch."""
 
     started: float
-    due_since: float | None = None
+    due_since: dict[str, float] = field(default_factory=dict)
     noticed: float = 0.0
     rewards: list[float] = field(default_factory=list)
 
@@ -144,12 +144,12 @@ class BatchSource:
     async def _wait_for_due(self, snapshot: Snapshot, plan: BatchPlan, step: int, wait: _Wait) -> None:
         """Wait a moment; by policy, evict groups in flight that hold the batch up."""
         now = time.monotonic()
-        wait.due_since = None if not plan.due else wait.due_since or now
+        wait.due_since = {header.group_id: wait.due_since.get(header.group_id, now) for header in plan.due}
         staleness = self._config.staleness
         if staleness.policy == "drop" and plan.is_held_by_bound:
             await self._evict(self._fewest(snapshot, step), EvictionReason.STALE)
             return
-        if wait.due_since is not None and now - wait.due_since > staleness.max_wait_seconds:
+        if wait.due_since and now - min(wait.due_since.values()) > staleness.max_wait_seconds:
             await self._evict(self._fewest(snapshot, step), EvictionReason.WAITED_TOO_LONG)
             return
         if now - max(wait.started, wait.noticed) > WAIT_NOTICE_SECONDS:

@@ -105,7 +105,7 @@ async def test_due_groups_are_evicted_and_reissued_after_the_longest_wait(make_r
     run = await make_run(max_staleness=0, prompts_per_step=2)
     straggler, *others = (await run.claim(groups=2)).groups
     await run.finish(others, "0.0")
-    source = make_source(run, config(0, max_wait_seconds=0.05))
+    source = make_source(run, config(0, max_wait_seconds=0.5))
     waiting = asyncio.create_task(source.next_batch(0, 1, lambda: False))
     async with asyncio.timeout(10):
         while not (claim := await run.claim(groups=1)).groups:

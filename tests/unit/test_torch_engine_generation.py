@@ -132,7 +132,7 @@ def test_siblings_share_one_prefill_also_when_they_come_later(tiny):
     assert [output.cached_tokens for output in group] == [0, 8, 8, 8]
     assert late.cached_tokens == 8
     assert late.ids == group[2].ids
-    assert late.logprobs == pytest.approx(group[2].logprobs, abs=1e-6)
+    assert late.logprobs == pytest.approx(group[2].logprobs, abs=1e-5)
 
 
 def test_a_new_weight_version_shares_nothing_with_the_old_one(tiny, tmp_path):
