@@ -61,11 +61,8 @@ class Crew:
 
         await self._keep(f"rollout-{index}", life)
 
-    async def train(self, on_published: Callable[[], None]) -> dict[str, Any]:
+    async def train(self) -> dict[str, Any]:
         """The trainer's lives, one after another, until one ends in order.
-
-        Args:
-            on_published: called once, when the first life has published its weights.
 
         Returns:
             rank 0's closing words: `reason`, `step`.
@@ -74,7 +71,7 @@ class Crew:
 
         async def life() -> None:
             nonlocal result
-            result = await self._run_trainer(on_published)
+            result = await self._run_trainer()
 
         await self._keep("trainer", life)
         return result
@@ -158,13 +155,12 @@ class Crew:
             self._workers.pop(index, None)
             worker.kill()
 
-    async def _run_trainer(self, on_published: Callable[[], None]) -> dict[str, Any]:
+    async def _run_trainer(self) -> dict[str, Any]:
         self._ranks = [self._process(spec) for spec in trainer_specs(self._config, self.restarts["trainer"])]
         try:
             async with asyncio.TaskGroup() as group:
                 for rank in self._ranks:
                     group.create_task(self._start(rank, self._config.trainer.start_seconds))
-            on_published()
             async with asyncio.TaskGroup() as group:
                 runs = [group.create_task(rank.call("run")) for rank in self._ranks]
             return dict(runs[0].result())

@@ -1,7 +1,8 @@
 """The supervisor: one life of a run, from the first service to the last process.
 
-Order of starting: sentinel, prompts, Redis, Ray, relay, trainer (it publishes its first version), workers. Stopping undoes
-it in reverse, by the same path whether the run ended, failed, or was told to end. Every wait has a deadline.
+Order of starting: sentinel, prompts, Redis, Ray, then all roles at once: workers wait for the version that the trainer
+publishes first. Stopping undoes it in reverse, by the same path whether the run ended, failed, or was told to end.
+Every wait has a deadline.
 
 It names roles by import string and knows nothing of models, engines or losses.
 """
@@ -52,8 +53,8 @@ class Outcome:
 
     folder: RunFolder
     view: RunView
-    status: str = "finished"
-    reason: str = ""
+    status: str = "failed"
+    reason: str = "ended at once"
     peak_resident_bytes: int = 0
     restarts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -73,7 +74,6 @@ class Supervisor:
         self._config, self._folder, self._config_folder = config, folder, config_folder
         self._on_event, self._say = on_event, say
         self._stop = asyncio.Event()
-        self._workers_started = False
         self.outcome = Outcome(folder, RunView(config.run.max_steps))
 
     async def run(self) -> Outcome:
@@ -89,6 +89,9 @@ class Supervisor:
                 await self._live(data, context)
         except LaminarError as error:
             self.outcome.status, self.outcome.reason = "failed", str(error)
+            raise
+        except asyncio.CancelledError:
+            self.outcome.status = "stopped"
             raise
         finally:
             self.outcome.seconds = time.monotonic() - started
@@ -157,6 +160,7 @@ class Supervisor:
         telemetry = TelemetryWriter(self._redis, context.run_id, "supervisor")
         reader = TelemetryReader(self._redis, context.run_id)
         observer = Observer(reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view))
+        self._say(f"starting the trainer and {self._config.rollout.num_workers} rollout worker(s)")
         crew = Crew(self._config, context, telemetry, self._say, self._note_process)
         self.outcome.restarts = crew.restarts
         held_out = data.encoded_held_out()
@@ -187,17 +191,11 @@ class Supervisor:
         background: list["asyncio.Task[None]"],
     ) -> None:
         """Training and the evaluations around it; a stop signal cuts it short in order."""
-
-        def start_workers() -> None:
-            if self._workers_started:
-                return  # this is a later life of the trainer
-            self._workers_started = True
-            self._folder.update_state(status="running")
-            for index in range(self._config.rollout.num_workers):
-                evaluation = evaluations.evaluate_start if evaluations.wants_start and index == 0 else None
-                background.append(group.create_task(crew.keep_worker(index, evaluation)))
-
-        training = group.create_task(crew.train(start_workers))
+        self._folder.update_state(status="running")
+        training = group.create_task(crew.train())
+        for index in range(self._config.rollout.num_workers):
+            evaluation = evaluations.evaluate_start if evaluations.wants_start and index == 0 else None
+            background.append(group.create_task(crew.keep_worker(index, evaluation)))
         stopping = group.create_task(self._stop.wait())
         await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not training.done():
@@ -205,7 +203,7 @@ class Supervisor:
             return
         stopping.cancel()
         result = training.result()
-        self.outcome.reason = str(result.get("reason", ""))
+        self.outcome.status, self.outcome.reason = "finished", str(result.get("reason", ""))
         if evaluations.wants_end:
             await evaluations.evaluate(int(result["step"]))
 

@@ -38,20 +38,22 @@ def staleness_text(view: RunView) -> str:
 
 def render(view: RunView, title: str, bound: int | None) -> RenderableType:
     """The panel."""
-    get = view.latest.get
     open_trajectories = sum(w.get("worker/open_trajectories", 0) for w in view.workers.values())
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", justify="right")
     facts.add_column()
     rows = [
         ("step", f"{view.step} of {view.max_steps}   left: {duration(view.seconds_left())}"),
-        ("reward", f"{get('reward/finished_mean', float('nan')):.3f}   {sparkline(view.rewards)}"),
-        ("loss", f"{get('train/loss', float('nan')):+.4f}   mismatch KL {get('mismatch/kl', float('nan')):.2e}"),
+        ("reward", f"{shown(view, 'reward/finished_mean', '.3f')}   {sparkline(view.rewards)}"),
+        ("loss", f"{shown(view, 'train/loss', '+.4f')}   mismatch KL {shown(view, 'mismatch/kl', '.2e')}"),
         ("staleness", f"{staleness_text(view)}   bound: {'none' if bound is None else bound}"),
-        ("trained", f"{get('throughput/trained_tokens_per_second', 0):.0f} tokens/s"),
-        ("generated", f"{get('throughput/generated_tokens_per_second', 0):.0f} tokens/s"),
-        ("buffer", f"{get('experience/ready_groups', 0):.0f} groups ready, {open_trajectories:.0f} trajectories open"),
-        ("weights", f"trainer {get('weights/trainer_version', 0):.0f}   {versions_text(view)}"),
+        ("trained", f"{shown(view, 'throughput/trained_tokens_per_second', '.0f')} tokens/s"),
+        ("generated", f"{shown(view, 'throughput/generated_tokens_per_second', '.0f')} tokens/s"),
+        (
+            "buffer",
+            f"{shown(view, 'experience/ready_groups', '.0f')} groups ready, {open_trajectories:.0f} trajectories open",
+        ),
+        ("weights", f"trainer {shown(view, 'weights/trainer_version', '.0f')}   {versions_text(view)}"),
     ]
     for name, value in rows:
         facts.add_row(name, value)
@@ -60,6 +62,12 @@ def render(view: RunView, title: str, bound: int | None) -> RenderableType:
         parts.append(Text(f"trainer waits for {view.trainer_wait}", style="yellow"))
     parts += [Text(notice, style="red") for notice in view.notices[-3:]]
     return Panel(Group(*parts), title=title, title_align="left")
+
+
+def shown(view: RunView, name: str, form: str) -> str:
+    """The latest value of a metric, or `-` before there is one."""
+    value = view.latest.get(name)
+    return "-" if value is None else format(value, form)
 
 
 def versions_text(view: RunView) -> str:
@@ -73,13 +81,12 @@ def versions_text(view: RunView) -> str:
 
 def step_line(view: RunView) -> str:
     """One line a step, for logs and pipes."""
-    get = view.latest.get
     return (
-        f"step {view.step}/{view.max_steps}  reward {get('reward/finished_mean', float('nan')):.3f}  "
-        f"loss {get('train/loss', 0):+.4f}  "
-        f"staleness {get('staleness/versions_mean', 0):.2f} (max {get('staleness/versions_max', 0):.0f})  "
-        f"trained {get('throughput/trained_tokens_per_second', 0):.0f} tok/s  "
-        f"generated {get('throughput/generated_tokens_per_second', 0):.0f} tok/s  "
-        f"ready {get('experience/ready_groups', 0):.0f}  step {get('time/step_seconds', 0):.2f} s  "
+        f"step {view.step}/{view.max_steps}  reward {shown(view, 'reward/finished_mean', '.3f')}  "
+        f"loss {shown(view, 'train/loss', '+.4f')}  "
+        f"staleness {shown(view, 'staleness/versions_mean', '.2f')} (max {shown(view, 'staleness/versions_max', '.0f')})  "
+        f"trained {shown(view, 'throughput/trained_tokens_per_second', '.0f')} tok/s  "
+        f"generated {shown(view, 'throughput/generated_tokens_per_second', '.0f')} tok/s  "
+        f"ready {shown(view, 'experience/ready_groups', '.0f')}  step {shown(view, 'time/step_seconds', '.2f')} s  "
         f"left {duration(view.seconds_left())}"
     )
