@@ -36,8 +36,10 @@ class RayCluster:
 
     def __init__(self, address: str, num_cpus: int, run_id: str, scratch: Path) -> None:
         local = address == "local"
-        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-        os.environ["RAY_worker_niceness"] = "0"  # the roles are the job, not a background task (Ray's default is 15)
+        os.environ.update(
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+            RAY_worker_niceness="0",  # the roles are the job, not a background task (Ray's default is 15)
+        )
         options: dict[str, Any] = {"namespace": run_id, "log_to_driver": False, "logging_level": logging.ERROR}
         if local:
             options |= {
