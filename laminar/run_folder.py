@@ -6,6 +6,7 @@
 only, since the embedded server's address may hold a password.
 """
 
+import fcntl
 import json
 import os
 import secrets
@@ -59,8 +60,9 @@ class RunFolder:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         folder = cls(directory / f"{name}-{stamp}-{secrets.token_hex(2)}")
         try:
-            for path in (folder.path, folder.checkpoints, folder.logs, folder.redis):
-                path.mkdir(parents=True)
+            folder.path.mkdir(parents=True, mode=0o700)  # the config may hold a Redis password
+            for path in (folder.checkpoints, folder.logs, folder.redis):
+                path.mkdir()
         except OSError as error:
             raise ConfigError(
                 f"run.directory {str(directory)!r} cannot be written: {error.strerror}; choose another"
@@ -81,6 +83,40 @@ class RunFolder:
             )
         return folder
 
+    def begin_life(self, seconds: float) -> int:
+        """Become the one living process of the run.
+
+        The lock goes with the process, and with its sentinel, which inherits it and keeps it until all is cleaned up.
+
+        Args:
+            seconds: how long a life that is just ending is waited for.
+
+        Returns:
+            The locked file descriptor, to be inherited.
+
+        Raises:
+            ConfigError: another life holds the lock.
+        """
+        descriptor = os.open(self.path / "life.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + seconds
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise ConfigError(f"run {self.path.name} is still alive (or being cleaned up); stop it before resuming")
+            time.sleep(0.1)
+        return descriptor
+
+    def is_alive(self) -> bool:
+        """Whether some process, or its sentinel, holds the run."""
+        try:
+            descriptor = os.open(self.path / "life.lock", os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            return not _try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+
     def read_state(self) -> RunState:
         """The state last written."""
         return RunState(**json.loads(self._state.read_text()))
@@ -98,6 +134,9 @@ class RunFolder:
         return self.write_state(replace(self.read_state(), **changes))  # type: ignore[arg-type]
 
 
-def new_run_id(folder: RunFolder) -> str:
-    """Folder name: unique on this machine by its time and random end."""
-    return folder.path.name
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laminar.config.root import LaminarConfig
+from laminar.errors import EngineError
 from laminar.types import ClaimedGroup, Prompt, Purpose, Trajectory
 from rollout.player import Player
 from rollout.replica import Replica
@@ -34,7 +35,7 @@ async def evaluate(player: Player, replica: Replica, prompts: Sequence[Prompt], 
     """Answer each prompt once, at the evaluation temperature.
 
     Raises:
-        DeadlineError: from the engine, if an answer does not come in time.
+        EngineError: the engine was restarted on other weights meanwhile, so no one version could be measured.
     """
     version = replica.version
     assert version is not None
@@ -48,6 +49,8 @@ async def evaluate(player: Player, replica: Replica, prompts: Sequence[Prompt], 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(answer(prompt)) for prompt in prompts]
     outcomes = [task.result() for task in tasks]
+    if mixed := {str(v) for t in outcomes for v in t.versions()} - {str(version)}:
+        raise EngineError(f"the evaluation of version {version} was also answered by {', '.join(sorted(mixed))}")
     return EvaluationResult(
         version.number,
         {t.prompt_id: t.reward for t in outcomes if t.reward is not None},

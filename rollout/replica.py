@@ -27,6 +27,7 @@ from rollout.generation import Generation
 logger = logging.getLogger("laminar.rollout.replica")
 
 ABORT_SECONDS = 5.0
+HEALTH_SECONDS = 10.0
 
 StartEngine = Callable[[Path, WeightVersion], Awaitable[tuple[EngineProcess, EngineClient]]]
 """Starts an engine on a folder of weights; ready when it returns."""
@@ -138,8 +139,8 @@ class Replica:
         client, engine_id = self.client, uuid.uuid4().hex
         try:
             return await client.generate(input_ids, sampling, engine_id)
-        except EngineError:
-            await self._doubt(client)
+        except (EngineError, DeadlineError):
+            await self.probe(client)
             raise
         except asyncio.CancelledError:
             with contextlib.suppress(EngineError, DeadlineError, TimeoutError):
@@ -148,14 +149,17 @@ class Replica:
             logger.info("request %s was cancelled", request_id)
             raise
 
-    async def _doubt(self, client: EngineClient) -> None:
-        """After a failed request: an engine that is not healthy any more gets no further ones, which would fail as well."""
-        if self._client is client and not self._condemned:
-            try:
+    async def probe(self, client: EngineClient | None = None) -> None:
+        """Ask the engine whether it is well; one that is not gets no further requests, which would fail as well."""
+        client = client or self._client
+        if client is None or client is not self._client or self._condemned:
+            return
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
                 await client.health()
-            except (EngineError, DeadlineError) as error:
-                if self._client is client:
-                    await self.condemn(str(error))
+        except (EngineError, DeadlineError, TimeoutError) as error:
+            if self._client is client:
+                await self.condemn(str(error) or f"it did not answer /health within {HEALTH_SECONDS:g} s")
 
     async def wait_ready(self, seconds: float) -> None:
         """Wait until the engine holds known weights."""
@@ -194,25 +198,37 @@ class Replica:
             self._closed = False
 
     async def swap(self, version: WeightVersion) -> None:
-        """Give the engine a newer version: pause, update, verify, continue. On any failure the weights are unknown.
+        """Give the engine a newer version: pause, update, verify, continue.
+
+        An engine that refuses or does not answer is condemned. One that is being restarted is left alone: it starts on the
+        newest version.
 
         Raises:
             RelayError: the version is gone (a newer one is there); the engine is untouched.
-            EngineError: the engine refused or did not answer; it must be restarted.
         """
-        client, started = self.client, time.monotonic()
+        client, started = self._client, time.monotonic()
+        if client is None or self.version is None:
+            return
         with self._puller.lease(version) as path:
             await self._set_version(None)
-            running = self._open > 0
-            mode = self._config.swap if running else "retract"
-            await client.pause(mode)
-            await client.update_weights(path, version, flush_cache=mode == "retract")
-            held = await client.weight_version()
-            if held != version:
-                raise EngineError(f"after the swap to {version} the engine says it holds {held}")
-            await client.resume()
-        await self._set_version(version)
-        self.last_swap_seconds = time.monotonic() - started
+            try:
+                await self._exchange_weights(client, path, version)
+            except (EngineError, DeadlineError) as error:
+                if self._client is client:
+                    await self.condemn(str(error))
+                return
+        if self._client is client:
+            await self._set_version(version)
+            self.last_swap_seconds = time.monotonic() - started
+
+    async def _exchange_weights(self, client: EngineClient, path: Path, version: WeightVersion) -> None:
+        mode = self._config.swap if self._open else "retract"
+        await client.pause(mode)
+        await client.update_weights(path, version, flush_cache=mode == "retract")
+        held = await client.weight_version()
+        if held != version:
+            raise EngineError(f"after the swap to {version} the engine says it holds {held}")
+        await client.resume()
 
     async def _set_version(self, version: WeightVersion | None) -> None:
         async with self._changed:

@@ -9,6 +9,7 @@ It does not know how batches are made or weights are written.
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -44,6 +45,7 @@ CLAIM_PAUSE_SECONDS = 0.03
 REPORT_SECONDS = 0.5
 VERSION_WAIT_SECONDS = 5.0
 ENGINE_CHECK_SECONDS = 0.2
+PROBE_SECONDS = 5.0
 FAILURE_WINDOW = 64
 """Ended trajectories over which the share of failures is taken."""
 
@@ -55,7 +57,9 @@ class RolloutWorker:
         self._context, self._config = context, config
         self._rollout = config.rollout
         self._groups: dict[str, asyncio.Task[None]] = {}
+        self._held: set[str] = set()
         self._stopping = asyncio.Event()
+        self._left = asyncio.Event()
         self._evaluations_open = 0
         self._may_swap = asyncio.Event()
         self._may_swap.set()
@@ -98,8 +102,9 @@ class RolloutWorker:
             await self._leave()
 
     async def stop(self) -> None:
-        """Ask `run` to return; open groups go back to the pool."""
+        """Make `run` return, and wait until it has given its open groups back to the pool."""
         self._stopping.set()
+        await self._left.wait()
 
     async def evaluate(self, prompts: list[bytes], min_number: int) -> EvaluationResult:
         """Answer held-out prompts with one version of at least this number; the next swap is held until the items end.
@@ -107,7 +112,7 @@ class RolloutWorker:
         Takes no slot of the staleness bound and writes nothing into the buffer.
         """
         await self._replica.wait_number(min_number, self._config.eval.timeout_seconds)
-        async with self._hold_swap():
+        async with asyncio.timeout(self._config.eval.timeout_seconds), self._hold_swap():
             await self._replica.wait_ready(self._rollout.engine.start_seconds)
             return await evaluate(self._player, self._replica, [decode_prompt(p) for p in prompts], self._config)
 
@@ -124,9 +129,10 @@ class RolloutWorker:
 
     async def _leave(self) -> None:
         with contextlib.suppress(ExperienceError):
-            await self._pool.give_back(self._context.role, list(self._groups))
+            await self._pool.give_back(self._context.role, list(self._held))
         await self._replica.kill()
         await self._redis.aclose()
+        self._left.set()
 
     async def _claim_groups(self) -> None:
         """Keep the engine busy.
@@ -142,6 +148,7 @@ class RolloutWorker:
                 claim = await self._pool.claim(self._context.role, version, room, self._rollout.lease_seconds)
                 granted = len(claim.groups)
                 for group in claim.groups:
+                    self._held.add(group.group_id)
                     self._groups[group.group_id] = self._group.create_task(self._play_group(group))
             if not granted:
                 await asyncio.sleep(CLAIM_PAUSE_SECONDS)
@@ -151,6 +158,7 @@ class RolloutWorker:
             async with asyncio.TaskGroup() as members:
                 for member in group.members:
                     members.create_task(self._play_member(group, member))
+            self._held.discard(group.group_id)
         except* LaminarError as failures:
             raise first_error(failures) from None
         finally:
@@ -207,14 +215,16 @@ class RolloutWorker:
                     await self._replica.swap(newer)
             except RelayError as error:
                 logger.info("swap to %s: %s", newer, error)
-            except (EngineError, DeadlineError) as error:
-                await self._replica.condemn(str(error))
 
     async def _keep_engine(self) -> None:
-        """Restart an engine that died or was condemned."""
+        """Restart an engine that died, hangs, or was condemned."""
+        probed = time.monotonic()
         while True:
             if reason := self._replica.problem():
                 await self._restart_engine(reason)
+            if time.monotonic() - probed > PROBE_SECONDS:
+                await self._replica.probe()
+                probed = time.monotonic()
             await asyncio.sleep(ENGINE_CHECK_SECONDS)
 
     async def _restart_engine(self, reason: str) -> None:
@@ -233,6 +243,7 @@ class RolloutWorker:
             await asyncio.sleep(self._rollout.lease_seconds / 4)
             lost = await self._pool.renew(self._context.role, list(self._groups), self._rollout.lease_seconds)
             for group_id in lost:
+                self._held.discard(group_id)
                 if task := self._groups.get(group_id):
                     logger.info("group %s was lost or evicted; aborting it", group_id)
                     task.cancel()

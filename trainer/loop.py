@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from laminar.config.root import LaminarConfig
+from laminar.errors import LaminarError, first_error
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import GroupState, WeightVersion
@@ -27,6 +28,7 @@ logger = logging.getLogger("laminar.trainer.loop")
 Result = TypeVar("Result")
 
 OFFER_SECONDS = 0.2
+LAST_OFFER_SECONDS = 30.0
 """Pause between offers of a version that found no free slot."""
 
 
@@ -64,22 +66,29 @@ class TrainingLoop:
         Returns:
             `reason` (`max_steps`, `end_of_data` or `stopped`) and the last `step`.
         """
-        progress, saved = self.progress, self.progress.step
-        offering = asyncio.create_task(self._keep_offering())
         try:
-            while progress.step < self._config.run.max_steps and not self._stopping:
-                batch = await self._source.next_batch(progress.lineage, progress.step + 1, lambda: self._stopping)
-                if batch is None:
-                    break
-                await self._step(batch)
-                if progress.step % self._config.checkpoint.every_steps == 0:
-                    saved = await self._save()
-            if saved != progress.step:
-                await self._save()
-        finally:
-            offering.cancel()
+            async with asyncio.TaskGroup() as group:
+                offering = group.create_task(self._keep_offering())
+                await self._train_steps()
+                offering.cancel()
+                await self._see_last_version_through()
+        except* LaminarError as failures:
+            raise first_error(failures) from None
+        progress = self.progress
         done = progress.step >= self._config.run.max_steps
         return {"reason": "max_steps" if done else "stopped" if self._stopping else "end_of_data", "step": progress.step}
+
+    async def _train_steps(self) -> None:
+        progress, saved = self.progress, self.progress.step
+        while progress.step < self._config.run.max_steps and not self._stopping:
+            batch = await self._source.next_batch(progress.lineage, progress.step + 1, lambda: self._stopping)
+            if batch is None:
+                break
+            await self._step(batch)
+            if progress.step % self._config.checkpoint.every_steps == 0:
+                saved = await self._save()
+        if saved != progress.step:
+            await self._save()
 
     async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Run torch work in its one thread."""
@@ -153,6 +162,13 @@ class TrainingLoop:
             await asyncio.sleep(OFFER_SECONDS)
             if self._publisher.has_unpublished:
                 await self.in_thread(self._publisher.offer_again)
+
+    async def _see_last_version_through(self) -> None:
+        """At the end: offer the last version until it is complete, for it is what is evaluated."""
+        deadline = time.monotonic() + LAST_OFFER_SECONDS
+        while self._publisher.has_unpublished and time.monotonic() < deadline:
+            await self.in_thread(self._publisher.offer_again)
+            await asyncio.sleep(OFFER_SECONDS)
 
     async def _say_waiting(self, text: str) -> None:
         logger.info("waiting for %s", text)

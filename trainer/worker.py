@@ -40,8 +40,8 @@ MEETING_POLL_SECONDS = 0.05
 class TrainerRank:
     """One rank."""
 
-    def __init__(self, context: RoleContext, config: LaminarConfig, rank: int, generation: int) -> None:
-        self._context, self._config, self._rank, self._generation = context, config, rank, generation
+    def __init__(self, context: RoleContext, config: LaminarConfig, rank: int, meeting: str) -> None:
+        self._context, self._config, self._rank, self._meeting = context, config, rank, meeting
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._stop_asked = False
 
@@ -77,7 +77,7 @@ class TrainerRank:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def _meet(self) -> Store | None:
-        """The store where ranks meet: rank 0 binds a port of the system's choice and publishes it under its generation.
+        """The store where ranks meet: rank 0 binds a port of the system's choice and publishes it under the meeting's name.
 
         Raises:
             DeadlineError: rank 0 does not publish it in time.
@@ -85,7 +85,7 @@ class TrainerRank:
         trainer = self._config.trainer
         if trainer.num_ranks == 1:
             return None
-        key = f"laminar:{self._context.run_id}:directory:trainer:{self._generation}"
+        key = f"laminar:{self._context.run_id}:directory:trainer:{self._meeting}"
         if self._rank == 0:
             store = self._tcp_store(self._context.node_address, 0, is_master=True)
             await self._redis.set(key, f"{self._context.node_address} {store.port}", ex=int(trainer.start_seconds))

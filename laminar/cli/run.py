@@ -14,7 +14,6 @@ from rich.live import Live
 from laminar.config.check import check_config
 from laminar.config.load import dump_toml, load_config
 from laminar.config.root import LaminarConfig
-from laminar.errors import ConfigError
 from laminar.run_folder import RunFolder
 from laminar.telemetry.files import read_lines
 from laminar.telemetry.panel import render, step_line
@@ -24,6 +23,9 @@ from laminar.telemetry.view import RunView
 
 if TYPE_CHECKING:
     from laminar.cluster.supervisor import Outcome, Supervisor
+
+LAST_LIFE_SECONDS = 30.0
+"""How long a resume waits for the sentinel of a killed life to clean up."""
 
 OnEvent = Callable[[Event, RunView], None]
 Say = Callable[[str], None]
@@ -49,9 +51,6 @@ def resume(
 ) -> None:
     """Go on from a run's newest checkpoint, under a new lineage."""
     run_folder = RunFolder.open(folder)
-    state = run_folder.read_state()
-    if state.status in ("starting", "running", "stopping") and Path(f"/proc/{state.pid}").exists():
-        raise ConfigError(f"run {state.run_id} is still alive as process {state.pid}; stop it first")
     settings = load_config(run_folder.config, overrides or [])
     check_config(settings)
     live(settings, run_folder, run_folder.path)
@@ -59,6 +58,7 @@ def resume(
 
 def live(settings: LaminarConfig, folder: RunFolder, config_folder: Path) -> None:
     """Run one life in the foreground and print its report."""
+    lock = folder.begin_life(LAST_LIFE_SECONDS)
     from laminar.cluster.supervisor import Supervisor  # brings Ray, which takes seconds
 
     console = Console()
@@ -66,7 +66,7 @@ def live(settings: LaminarConfig, folder: RunFolder, config_folder: Path) -> Non
     wanted = settings.metrics.panel
     show_panel = wanted == "on" or (wanted == "auto" and sys.stdout.isatty())
     with screen(console, settings, show_panel) as (on_event, say):
-        supervisor = Supervisor(settings, folder, config_folder, on_event, say)
+        supervisor = Supervisor(settings, folder, config_folder, lock, on_event, say)
         outcome = _run_to_the_end(supervisor)
     console.print(closing_report(outcome_facts(outcome), read_lines(folder.metrics) if folder.metrics.exists() else []))
     if outcome.status == "stopped":
@@ -82,10 +82,13 @@ def _run_to_the_end(supervisor: "Supervisor") -> "Outcome":
 
 @contextlib.contextmanager
 def screen(console: Console, settings: LaminarConfig, show_panel: bool) -> Iterator[tuple[OnEvent, Say]]:
-    """Where events and words go: the live panel, or one line each."""
+    """Where events and words go: the live panel, or one line each. A closed terminal or pipe ends the words, not the run."""
     title = f"laminar · {settings.run.name}"
     if not show_panel:
-        say = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
+
+        def say(text: str) -> None:
+            with contextlib.suppress(OSError):
+                console.print(text, highlight=False, soft_wrap=True)
 
         def print_event(event: Event, view: RunView) -> None:
             if event.kind == "step":
@@ -98,10 +101,16 @@ def screen(console: Console, settings: LaminarConfig, show_panel: bool) -> Itera
         yield print_event, say
         return
     with Live(console=console, refresh_per_second=4, transient=False) as panel:
-        yield (
-            lambda _event, view: panel.update(render(view, title, settings.staleness.bound)),
-            lambda text: panel.console.print(text, highlight=False),
-        )
+
+        def show(text: str) -> None:
+            with contextlib.suppress(OSError):
+                panel.console.print(text, highlight=False)
+
+        def update(_event: Event, view: RunView) -> None:
+            with contextlib.suppress(OSError):
+                panel.update(render(view, title, settings.staleness.bound))
+
+        yield update, show
 
 
 def outcome_facts(outcome: "Outcome") -> dict[str, object]:
@@ -113,6 +122,7 @@ def outcome_facts(outcome: "Outcome") -> dict[str, object]:
         "seconds": outcome.seconds,
         "peak_resident_bytes": outcome.peak_resident_bytes,
         "restarts": dict(outcome.restarts),
+        "step_seconds": outcome.view.step_seconds,
         "generated_tokens": outcome.view.generation.total,
         "generated_during_steps": outcome.view.generation.during_steps,
     }

@@ -32,7 +32,7 @@ def status(
 def collect(folder: RunFolder) -> dict[str, Any]:
     """The facts, from the folder and, if the run is alive, from its data module."""
     state = folder.read_state()
-    alive = state.status in ("starting", "running", "stopping") and Path(f"/proc/{state.pid}").exists()
+    alive = folder.is_alive()
     words = state.status if alive or state.status in ("finished", "stopped", "failed") else f"dead while {state.status}"
     facts: dict[str, Any] = {"run": state.run_id, "status": words, "reason": state.reason, "lives": state.lives}
     steps = [line for line in read_lines(folder.metrics) if line["kind"] == "step"] if folder.metrics.exists() else []

@@ -7,6 +7,7 @@ end the run at once with their own sentence.
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -133,8 +134,11 @@ class Crew:
 
     async def _run_relay(self) -> None:
         self._relay = self._process(relay_spec())
-        await self._start(self._relay, RELAY_START_SECONDS)
-        await self._relay.call("run")
+        try:
+            await self._start(self._relay, RELAY_START_SECONDS)
+            await self._relay.call("run")
+        finally:
+            self._relay.kill()
 
     async def _run_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         worker = self._process(rollout_spec(self._config, index))
@@ -156,7 +160,7 @@ class Crew:
             worker.kill()
 
     async def _run_trainer(self) -> dict[str, Any]:
-        self._ranks = [self._process(spec) for spec in trainer_specs(self._config, self.restarts["trainer"])]
+        self._ranks = [self._process(spec) for spec in trainer_specs(self._config, meeting=secrets.token_hex(8))]
         try:
             async with asyncio.TaskGroup() as group:
                 for rank in self._ranks:

@@ -61,14 +61,14 @@ def relay_spec() -> RoleSpec:
     return RoleSpec("relay-0", "relay.server:RelayRole")
 
 
-def trainer_specs(config: LaminarConfig, generation: int) -> list[RoleSpec]:
-    """All trainer ranks; `generation` counts their common restarts and names their rendezvous."""
+def trainer_specs(config: LaminarConfig, meeting: str) -> list[RoleSpec]:
+    """All trainer ranks of one life; `meeting` names their rendezvous, new for every life."""
     trainer = config.trainer
     return [
         RoleSpec(
             f"trainer-{rank}",
             "trainer.worker:TrainerRank",
-            {"rank": rank, "generation": generation},
+            {"rank": rank, "meeting": meeting},
             num_cpus=trainer.num_threads,
             num_gpus=trainer.num_gpus_per_rank,
             num_threads=trainer.num_threads,

@@ -6,11 +6,13 @@ removed. Ray leaves some of its own processes behind when its driver is killed; 
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from laminar.cluster.processes import end_processes
@@ -22,7 +24,8 @@ END_SECONDS = 20.0
 class Sentinel:
     """The supervisor's handle on its sentinel."""
 
-    def __init__(self, run_id: str, folders: list[str]) -> None:
+    def __init__(self, run_id: str, folders: list[str], life_lock: int | None = None) -> None:
+        self._folders = folders
         environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "laminar.cluster.sentinel", "--run-id", run_id, *folders],
@@ -30,15 +33,18 @@ class Sentinel:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=() if life_lock is None else (life_lock,),
             env=environment,
         )
 
     def dismiss(self, seconds: float = 30.0) -> None:
         """Tell it that all is in order; it makes sure of that, and ends."""
         assert self._process.stdin is not None
-        self._process.stdin.write(b"done\n")
-        self._process.stdin.close()
-        self._process.wait(seconds)
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.stdin.write(b"done\n")
+            self._process.stdin.close()
+            self._process.wait(seconds)
+        remove_folders(self._folders)  # it has done so, unless somebody killed it
 
 
 def main() -> None:
@@ -51,7 +57,12 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
     end_processes(arguments.run_id, END_SECONDS)
-    for pattern in arguments.folders:
+    remove_folders(arguments.folders)
+
+
+def remove_folders(patterns: Iterable[str]) -> None:
+    """Delete every folder that a pattern names."""
+    for pattern in patterns:
         path = Path(pattern)
         for folder in path.parent.glob(path.name):
             shutil.rmtree(folder, ignore_errors=True)

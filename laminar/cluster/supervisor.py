@@ -68,10 +68,12 @@ class Supervisor:
         config: LaminarConfig,
         folder: RunFolder,
         config_folder: Path,
+        life_lock: int,
         on_event: Callable[[Event, RunView], None],
         say: Callable[[str], None],
     ) -> None:
         self._config, self._folder, self._config_folder = config, folder, config_folder
+        self._life_lock = life_lock
         self._on_event, self._say = on_event, say
         self._stop = asyncio.Event()
         self.outcome = Outcome(folder, RunView(config.run.max_steps))
@@ -113,7 +115,8 @@ class Supervisor:
         """Signals, sentinel, prompts, Redis, Ray: each is undone in reverse order when the stack unwinds."""
         self._catch_signals(stack)
         scratch = f"/tmp/laminar-ray-{state.token[:8]}"
-        sentinel = Sentinel(state.run_id, [str(Path(self._config.relay.root) / f"laminar-{state.run_id}-*"), scratch])
+        folders = [str(Path(self._config.relay.root) / f"laminar-{state.run_id}-*"), scratch]
+        sentinel = Sentinel(state.run_id, folders, self._life_lock)
         stack.callback(sentinel.dismiss)
         stack.callback(end_processes, state.run_id, STOP_SECONDS)
 
@@ -156,7 +159,6 @@ class Supervisor:
     async def _live(self, data: RunData, context: RoleContext) -> None:
         """Run all roles until the trainer is done; then stop them."""
         view = self.outcome.view
-        view.last_progress = time.time()
         telemetry = TelemetryWriter(self._redis, context.run_id, "supervisor")
         reader = TelemetryReader(self._redis, context.run_id)
         observer = Observer(reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view))
@@ -167,13 +169,13 @@ class Supervisor:
         evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
             async with asyncio.TaskGroup() as group:
+                await observer.settle_last_life()
                 background = [
                     group.create_task(observer.run()),
                     group.create_task(self._measure_memory(context.run_id)),
-                    group.create_task(self._watch_progress()),
                     group.create_task(crew.keep_relay()),
                 ]
-                await self._train(crew, evaluations, group, background)
+                await self._train(crew, evaluations, observer, group, background)
                 await crew.stop()
                 for task in background:
                     task.cancel()
@@ -187,25 +189,31 @@ class Supervisor:
         self,
         crew: Crew,
         evaluations: Evaluations,
+        observer: Observer,
         group: asyncio.TaskGroup,
         background: list["asyncio.Task[None]"],
     ) -> None:
         """Training and the evaluations around it; a stop signal cuts it short in order."""
         self._folder.update_state(status="running")
         training = group.create_task(crew.train())
+        progress = group.create_task(self._watch_progress(observer))
         for index in range(self._config.rollout.num_workers):
             evaluation = evaluations.evaluate_start if evaluations.wants_start and index == 0 else None
             background.append(group.create_task(crew.keep_worker(index, evaluation)))
         stopping = group.create_task(self._stop.wait())
         await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not training.done():
+            progress.cancel()
             await self._stop_training(crew, training)
             return
-        stopping.cancel()
+        progress.cancel()
         result = training.result()
         self.outcome.status, self.outcome.reason = "finished", str(result.get("reason", ""))
         if evaluations.wants_end:
-            await evaluations.evaluate(int(result["step"]))
+            evaluating = group.create_task(evaluations.evaluate(int(result["step"])))
+            await asyncio.wait([evaluating, stopping], return_when=asyncio.FIRST_COMPLETED)
+            evaluating.cancel()
+        stopping.cancel()
 
     async def _stop_training(self, crew: Crew, training: "asyncio.Task[dict[str, Any]]") -> None:
         self._folder.update_state(status="stopping")
@@ -220,7 +228,8 @@ class Supervisor:
             training.cancel()
 
     def _note_process(self, role: str, pid: int) -> None:
-        self._folder.update_state(roles={**self._folder.read_state().roles, role: pid})
+        with contextlib.suppress(OSError):  # a full disk must not end a run for the sake of `status`
+            self._folder.update_state(roles={**self._folder.read_state().roles, role: pid})
 
     async def _measure_memory(self, run_id: str) -> None:
         """Track the peak of resident memory of all processes of the run, this one included."""
@@ -229,14 +238,13 @@ class Supervisor:
             self.outcome.peak_resident_bytes = max(self.outcome.peak_resident_bytes, used)
             await asyncio.sleep(MEMORY_SECONDS)
 
-    async def _watch_progress(self) -> None:
+    async def _watch_progress(self, observer: Observer) -> None:
         """End a run in which no step ends for too long, saying who waits for what."""
         limit = self._config.run.no_progress_seconds
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            view = self.outcome.view
-            if time.time() - view.last_progress > limit:
-                waits = view.trainer_wait or "nothing that it named"
+            if time.monotonic() - observer.last_progress > limit:
+                waits = observer.view.trainer_wait or "nothing that it named"
                 raise RunFailedError(
                     f"no step ended for {limit:g} s; the trainer waits for {waits}; the last checkpoint stands"
                 )

@@ -17,9 +17,12 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        lines = read_lines(path) if path.exists() else []
+        self._last_step = max((line["step"] for line in lines if line["kind"] == "step"), default=0)
 
     def rewind(self, step: int) -> None:
         """Drop lines whose step is above `step`, and a torn last line."""
+        self._last_step = min(self._last_step, step)
         if not self._path.exists():
             return
         kept = [json.dumps(line) for line in read_lines(self._path) if line.get("step", 0) <= step]
@@ -28,7 +31,11 @@ class MetricsFile:
         os.replace(temporary, self._path)
 
     def append(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Add one line."""
+        """Add one line; a step that is there already is not added again."""
+        if kind == "step":
+            if step <= self._last_step:
+                return
+            self._last_step = step
         line = json.dumps({"format_version": FORMAT_VERSION, "kind": kind, "step": step, **values})
         with self._path.open("a") as file:
             file.write(line + "\n")

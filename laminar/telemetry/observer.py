@@ -4,21 +4,41 @@ It only reads: its slowness or death never slows training. In this version it li
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
 
 from laminar.telemetry.files import MetricsFile
 from laminar.telemetry.stream import Event, TelemetryReader
 from laminar.telemetry.view import RunView
 
+logger = logging.getLogger("laminar.observer")
+
 POLL_SECONDS = 0.25
 
 
 class Observer:
-    """Follows one run."""
+    """Follows one life of a run.
+
+    Attributes:
+        view: what is known.
+        last_progress: when (`time.monotonic`) a step was last heard of.
+    """
 
     def __init__(self, reader: TelemetryReader, file: MetricsFile, view: RunView, on_event: Callable[[Event], None]) -> None:
         self.view = view
+        self.last_progress = time.monotonic()
         self._reader, self._file, self._on_event = reader, file, on_event
+        self._lost_lines = 0
+
+    async def settle_last_life(self) -> None:
+        """Write steps of an earlier life that its observer did not live to write; then begin with an empty stream."""
+        while events := await self._reader.read():
+            for event in events:
+                if event.kind == "step":
+                    step = int(event.metrics["train/step"])
+                    self._write("step", step, {"time": event.time, "batch": event.fields["batch"], **event.metrics})
+        await self._reader.forget()
 
     async def run(self) -> None:
         """Follow the run until cancelled.
@@ -40,7 +60,16 @@ class Observer:
         if event.kind == "restored":
             self._file.rewind(int(event.fields["step"]))
         elif event.kind == "step":
-            self._file.append("step", self.view.step, {"time": event.time, "batch": event.fields["batch"], **metrics})
+            self.last_progress = time.monotonic()
+            self._write("step", self.view.step, {"time": event.time, "batch": event.fields["batch"], **metrics})
         elif event.kind == "evaluation":
-            self._file.append("evaluation", int(event.fields["step"]), {"time": event.time, **event.metrics})
+            self._write("evaluation", int(event.fields["step"]), {"time": event.time, **event.metrics})
         self._on_event(event)
+
+    def _write(self, kind: str, step: int, values: dict[str, object]) -> None:
+        """Add a line; a full disk costs lines, never the run."""
+        try:
+            self._file.append(kind, step, values)
+        except OSError as error:
+            self._lost_lines += 1
+            logger.warning("metrics.jsonl cannot be written (%s); %s lines lost so far", error, self._lost_lines)

@@ -38,13 +38,13 @@ def summarize(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> d
     """The figures of the report.
 
     Args:
-        facts: what the supervisor knows: status, seconds, memory, generated tokens.
+        facts: what the supervisor knows of this life: status, seconds, memory, generated tokens, seconds of its steps.
         lines: the run's metrics, all lives.
     """
     steps = [line for line in lines if line["kind"] == "step"]
     evaluations = {line["step"]: line["eval/accuracy"] for line in lines if line["kind"] == "evaluation"}
     seconds = sum(step.get("time/step_seconds", 0.0) for step in steps)
-    generated = float(facts["generated_tokens"])
+    generated, life_seconds = float(facts["generated_tokens"]), float(facts["step_seconds"])
     return {
         "steps": len(steps),
         "first_reward": mean_reward(steps[:FIRST_STEPS]),
@@ -52,7 +52,7 @@ def summarize(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> d
         "accuracies": evaluations,
         "staleness": dict(sorted(staleness_histogram(steps).items())),
         "trained_tokens_per_second": sum(step.get("train/tokens", 0) for step in steps) / seconds if seconds else 0.0,
-        "generated_tokens_per_second": generated / seconds if seconds else 0.0,
+        "generated_tokens_per_second": generated / life_seconds if life_seconds else 0.0,
         "generated_during_steps_ratio": float(facts["generated_during_steps"]) / generated if generated else 0.0,
     }
 

@@ -69,6 +69,11 @@ class TelemetryReader:
     def __init__(self, client: "redis.asyncio.Redis", run_id: str) -> None:
         self._client, self._key, self._cursor = client, stream_key(run_id), "0-0"
 
+    async def forget(self) -> None:
+        """Delete the stream; the next events are the first."""
+        await self._client.delete(self._key)
+        self._cursor = "0-0"
+
     async def read(self, max_events: int = 1000) -> list[Event]:
         """Events since the last call, oldest first; empty if there are none or Redis is away for the moment."""
         try:

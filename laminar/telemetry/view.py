@@ -61,7 +61,6 @@ class RunView:
     trained_tokens: float = 0.0
     step_seconds: float = 0.0
     trainer_wait: str = ""
-    last_progress: float = 0.0
     _generated_at_step: float = 0.0
 
     def apply(self, event: Event) -> dict[str, float]:
@@ -83,7 +82,6 @@ class RunView:
     def _apply_step(self, event: Event) -> dict[str, float]:
         metrics = dict(event.metrics)
         self.step = int(metrics["train/step"])
-        self.last_progress = event.time
         self.trainer_wait = ""
         self.step_ends = [*self.step_ends[-19:], event.time]
         self.generation.settle_step(float(event.fields["train_started"]), float(event.fields["train_ended"]))

@@ -49,6 +49,14 @@ def test_d29_a_step_logged_before_a_crash_appears_once_after_the_resume(tmp_path
     assert [(line["step"], line["x"]) for line in read_lines(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
 
 
+def test_a_step_that_is_in_the_file_is_not_added_again(tmp_path):
+    MetricsFile(tmp_path / "m.jsonl").append("step", 5, {"x": 1})
+    later = MetricsFile(tmp_path / "m.jsonl")
+    later.append("step", 5, {"x": 2})
+    later.append("step", 6, {"x": 3})
+    assert [(line["step"], line["x"]) for line in read_lines(tmp_path / "m.jsonl")] == [(5, 1), (6, 3)]
+
+
 def test_a_line_torn_by_a_kill_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path).append("step", 1, {})
@@ -108,7 +116,7 @@ def test_the_report_averages_first_three_and_last_five_rewards():
     ]
     facts = {
         "status": "finished", "reason": "max_steps", "folder": "f", "seconds": 30.0, "peak_resident_bytes": 10,
-        "restarts": {}, "generated_tokens": 400.0, "generated_during_steps": 100.0,
+        "restarts": {}, "generated_tokens": 400.0, "step_seconds": 20.0, "generated_during_steps": 100.0,
     }  # fmt: skip
     figures = summarize(facts, lines)
     assert figures["first_reward"] == pytest.approx(0.2)
@@ -124,7 +132,7 @@ def test_the_report_averages_first_three_and_last_five_rewards():
 def test_a_report_without_any_step_says_nan_and_does_not_fail():
     facts = {
         "status": "failed", "reason": "x", "folder": "f", "seconds": 1.0, "peak_resident_bytes": 0,
-        "restarts": {"trainer": 1}, "generated_tokens": 0.0, "generated_during_steps": 0.0,
+        "restarts": {"trainer": 1}, "generated_tokens": 0.0, "step_seconds": 0.0, "generated_during_steps": 0.0,
     }  # fmt: skip
     assert math.isnan(summarize(facts, [])["first_reward"])
     closing_report(facts, [])
