@@ -13,7 +13,8 @@ import pytest
 from laminar.errors import ConfigError, DeadlineError, EngineError
 from laminar.types import FinishReason, WeightVersion
 from rollout.engines.client import EngineClient, read_answer
-from rollout.engines.process import EngineLaunch, EngineProcess
+from rollout.engines.launch import EngineLaunch
+from rollout.engines.process import EngineProcess
 
 V0 = WeightVersion(0, 0)
 
@@ -80,7 +81,8 @@ async def test_an_engine_dies_with_its_parent_even_by_kill_9(tmp_path):
         import asyncio
         from pathlib import Path, PosixPath
         from laminar.types import WeightVersion
-        from rollout.engines.process import EngineLaunch, EngineProcess
+        from rollout.engines.launch import EngineLaunch
+        from rollout.engines.process import EngineProcess
 
         async def main():
             process = EngineProcess({engine!r})
