@@ -273,6 +273,8 @@ class EngineClient:
             async with asyncio.timeout(seconds), self._session.request(method, self.url + path, json=content) as response:
                 if response.status != 200:
                     text = error_text(await response.text())
+                    if response.status == 401:
+                        text += " (our token is not this engine's: it belongs to another run)"
                     raise EngineError(f"{self.url}{path} answered {response.status}: {text}")
                 yield response
         except TimeoutError as error:

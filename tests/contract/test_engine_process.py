@@ -13,7 +13,7 @@ import pytest
 from laminar.errors import ConfigError, DeadlineError, EngineError
 from laminar.types import FinishReason, WeightVersion
 from rollout.engines.client import EngineClient, read_answer
-from rollout.engines.launch import EngineLaunch
+from rollout.engines.launch import SGLANG_LAUNCH, EngineLaunch, sglang_command
 from rollout.engines.process import EngineProcess
 
 V0 = WeightVersion(0, 0)
@@ -50,6 +50,29 @@ async def test_an_engine_that_dies_while_starting_is_reported_with_its_own_words
     with pytest.raises(EngineError, match=r"engine\.log ends with: no such model"):
         await process.start(60)
     assert process.returncode not in (None, 0)
+
+
+async def test_an_interpreter_without_sglang_is_named_with_the_remedy(tmp_path):
+    launch = EngineLaunch(tmp_path / "m", V0, "secret", "run-1", tmp_path / "engine.log", kind="sglang")
+    with pytest.raises(EngineError, match=r"has no SGLang; run `make sglang`"):
+        await EngineProcess(launch).start(60)
+
+
+def test_sglang_is_told_its_device_its_dtype_and_the_options_last(tmp_path):
+    def flags(**settings):
+        return sglang_command(
+            EngineLaunch(tmp_path / "m", V0, "secret", "run-1", tmp_path / "log", kind="sglang", python="py", **settings), 5
+        )
+
+    cpu = flags(dtype="float32", options={"mem-fraction-static": 0.1, "disable-overlap-schedule": False})
+    assert cpu[:4] == ["py", str(SGLANG_LAUNCH), "--ready-fd=5", "--"]
+    assert {"--device=cpu", "--attention-backend=torch_native", "--dtype=float32", "--mem-fraction-static=0.1"} <= set(cpu)
+    assert "--skip-tokenizer-init" in cpu
+    assert "--disable-overlap-schedule" not in cpu
+    gpu = flags(dtype="bfloat16", num_gpus=2, tensor_parallel_size=2)
+    assert {"--dtype=bfloat16", "--tensor-parallel-size=2", "--weight-version=0.0"} <= set(gpu)
+    assert not any(flag.startswith(("--device", "--attention-backend")) for flag in gpu)
+    assert not any("secret" in flag for flag in gpu)
 
 
 async def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path):

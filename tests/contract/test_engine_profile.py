@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from aiohttp import ClientSession
+from safetensors.torch import load_file, save_file
 
 from laminar.errors import DeadlineError, EngineError
 from laminar.types import FinishReason, SamplingParameters, WeightVersion
@@ -194,6 +195,26 @@ def never_ending(new, seed=0):
     return sampling(new, seed, temperature=0.0)
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_a_request_of_another_client_during_a_pause_is_answered_by_the_new_weights(shared, client, versions, mode):
+    """The other client does not know of the pause: its request waits in the engine, under the key of the old weights."""
+    other = shared.client(swap=mode)
+    await other.generate(PROMPT, sampling(4), new_id())
+    await client.pause(mode)
+    waiting = asyncio.create_task(other.generate(PROMPT, sampling(6, temperature=0.0), new_id()))
+    await client.update_weights(versions[1], V1, flush_cache=mode == "retract")
+    assert not waiting.done()
+    await client.resume()
+    (segment,) = (await waiting).segments
+    await other.close()
+    assert segment.version == V1
+    if mode == "retract":
+        expected = reference_logprobs(versions[1], PROMPT, segment.token_ids)
+        assert segment.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+    else:
+        assert segment.masked_head_tokens == 1
+
+
 async def test_requests_during_a_pause_are_queued_and_answered_later(client):
     await client.pause("in_place")
     tasks = [asyncio.create_task(client.generate(PROMPT, sampling(5, seed), new_id())) for seed in range(4)]
@@ -315,6 +336,27 @@ async def test_a_failed_update_leaves_the_weights_unknown_until_a_full_one_succe
     await client.update_weights(versions[1], V1, flush_cache=True)
     await client.resume()
     assert (await client.generate(PROMPT, sampling(), new_id())).segments[0].version == V1
+
+
+@pytest.mark.not_on("torch", "checks files itself; see the test above")
+@pytest.mark.parametrize("fault", ["truncated", "a tensor is missing"])
+async def test_a_file_that_would_harm_the_engine_is_kept_from_it_and_it_serves_on(client, versions, tmp_path, fault):
+    whole = versions[1] / "model.safetensors"
+    broken = tmp_path / "model.safetensors"
+    if fault == "truncated":
+        broken.write_bytes(whole.read_bytes()[:-100])
+    else:
+        tensors = load_file(whole)
+        tensors.pop("model.norm.weight")
+        save_file(tensors, broken)
+    await client.pause("retract")
+    with pytest.raises(EngineError, match="not a whole safetensors file|missing .*norm"):
+        await client.update_weights(tmp_path, V1, flush_cache=True)
+    await client.resume()
+    answer = await client.generate(PROMPT, sampling(4, temperature=0.0), new_id())
+    assert answer.segments[0].logprobs.tolist() == pytest.approx(
+        reference_logprobs(versions[0], PROMPT, answer.token_ids()), abs=1e-4
+    )
 
 
 async def test_an_update_under_running_requests_is_refused_with_the_remedy(client, versions):
