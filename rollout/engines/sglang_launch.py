@@ -87,6 +87,7 @@ def serve(flags: list[str], token: str) -> None:
     """What `python -m sglang.launch_server` does, with the token added where no process list shows it."""
     # `/health` must answer during a pause too; a dead child ends the whole server, so there is no need to sample a token
     os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
+    os.environ.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # the trainer wants log-probs at the sampling temperature
     if "--device=cpu" in flags:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if importlib.util.find_spec("sglang") is None:

@@ -142,6 +142,12 @@ async def test_logprobs_are_those_of_a_plain_forward_at_the_sampling_temperature
     assert answer.segments[0].logprobs.tolist() == pytest.approx(expected, abs=1e-4)
 
 
+async def test_logprobs_are_those_before_top_k_and_top_p_cut_the_distribution(client, versions):
+    answer = await client.generate(PROMPT, sampling(12, temperature=1.2, top_k=5, top_p=0.9), new_id())
+    expected = reference_logprobs(versions[0], PROMPT, answer.token_ids(), 1.2)
+    assert answer.segments[0].logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+
+
 async def test_greedy_takes_the_best_token_and_reports_untempered_logprobs(client, versions):
     answer = await client.generate(PROMPT, sampling(5, temperature=0.0), new_id())
     expected = reference_logprobs(versions[0], PROMPT, answer.token_ids())
@@ -350,7 +356,7 @@ async def test_a_file_that_would_harm_the_engine_is_kept_from_it_and_it_serves_o
         tensors.pop("model.norm.weight")
         save_file(tensors, broken)
     await client.pause("retract")
-    with pytest.raises(EngineError, match="not a whole safetensors file|missing .*norm"):
+    with pytest.raises(EngineError, match=r"not a whole safetensors file|missing .*norm"):
         await client.update_weights(tmp_path, V1, flush_cache=True)
     await client.resume()
     answer = await client.generate(PROMPT, sampling(4, temperature=0.0), new_id())
