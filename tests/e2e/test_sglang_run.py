@@ -18,7 +18,7 @@ def test_the_tiny_recipe_runs_on_sglang_within_its_bound_and_leaves_nothing_behi
         "run.max_steps=5", "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}",
         "trainer.algorithm.options.filter_zero_variance=false",
     )  # fmt: skip
-    assert run.wait(300) == 0, run.text()
+    assert run.wait(420) == 0, run.text()
     steps = run.lines()
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     assert max(line["staleness/versions_max"] for line in steps) <= 1
