@@ -22,5 +22,5 @@ def test_the_tiny_recipe_runs_on_sglang_within_its_bound_and_leaves_nothing_behi
     steps = run.lines()
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     assert max(line["staleness/versions_max"] for line in steps) <= 1
-    assert steps[-1]["worker/version_number"] > 0
+    assert "held-out accuracy at version 5" in run.text()  # so the engine went along
     assert run.leftovers() == []
