@@ -39,6 +39,7 @@ $(SGLANG_VENV)/.gpu-ready:
 sglang-cpu: $(SGLANG_VENV)/.cpu-ready
 
 $(SGLANG_VENV)/.cpu-ready: deploy/sglang/cpu_requirements.txt deploy/sglang/cpu_stub/sgl_kernel/__init__.py
+	@test ! -e $(SGLANG_VENV)/.gpu-ready || { echo "make: $(SGLANG_VENV) is for a GPU; the stub would replace its kernels"; exit 1; }
 	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_BIN)/python -m pip install --quiet --upgrade pip
 	$(SGLANG_BIN)/python -m pip install --quiet $(SGLANG_TORCH)
