@@ -155,6 +155,16 @@ def test_an_answer_without_spans_counts_as_one_version():
     assert segment.version == WeightVersion(0, 3)
 
 
+@pytest.mark.parametrize(("masked_heads", "masked"), [(True, 1), (False, 0)])
+def test_a_first_token_by_other_weights_than_those_at_sending_counts_as_a_later_versions(masked_heads, masked):
+    """Its prompt may have been taken from the prefix cache of the weights before."""
+    content = answer([11, 12], [-0.1, -0.2])
+    (segment,) = read_answer(content, masked_heads=masked_heads, sent_under=WeightVersion(0, 2)).segments
+    assert segment.masked_head_tokens == masked
+    (segment,) = read_answer(content, masked_heads=masked_heads, sent_under=WeightVersion(0, 3)).segments
+    assert segment.masked_head_tokens == 0
+
+
 def test_an_abort_in_the_queue_without_counts_is_an_empty_answer():
     meta = {"id": "a", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "weight_version": "0.3"}
     generation = read_answer({"output_ids": [], "meta_info": meta}, masked_heads=False)

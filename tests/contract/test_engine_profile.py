@@ -63,7 +63,7 @@ async def torch_engine(model: Path, log: Path) -> AsyncIterator[Engine]:
 async def sglang_engine(model: Path, log: Path) -> AsyncIterator[Engine]:
     process = EngineProcess(launch(model, log, kind="sglang", python=str(SGLANG_PYTHON), dtype="float32"))
     try:
-        yield Engine(await process.start(240), process, "sglang", first_weights=model)
+        yield Engine(await process.start(400), process, "sglang", first_weights=model)
     finally:
         await process.kill()
 
@@ -233,6 +233,20 @@ async def test_requests_during_a_pause_are_queued_and_answered_later(client):
     await client.resume()
     answers = await asyncio.gather(*tasks)
     assert all(answer.num_tokens > 0 for answer in answers)
+
+
+async def test_closing_a_client_fails_the_requests_that_it_holds(shared, client):
+    leaving = shared.client()
+    await leaving.pause("in_place")
+    task = asyncio.create_task(leaving.generate(PROMPT, sampling(), new_id()))
+
+    async def waiting():
+        return (await leaving.loads()).waiting == 1
+
+    await eventually(waiting, "a held request")
+    await leaving.close()
+    with pytest.raises(EngineError, match="was closed"):
+        await task
 
 
 async def test_an_abort_of_a_queued_request_returns_nothing_sampled_also_during_a_pause(client):

@@ -23,7 +23,7 @@ async def start(tmp_path):
     log = tmp_path / "engine.log"
     launch = EngineLaunch(model, WeightVersion(0, 0), TOKEN, "run-1", log, kind="sglang", python=str(PYTHON))
     process = EngineProcess(launch)
-    await process.start(240)
+    await process.start(400)
     return process, log
 
 
