@@ -7,7 +7,8 @@ from laminar.config.root import LaminarConfig
 from laminar.errors import EngineError
 from laminar.types import WeightVersion
 from rollout.engines.client import EngineClient
-from rollout.engines.process import EngineLaunch, EngineProcess
+from rollout.engines.launch import EngineLaunch
+from rollout.engines.process import EngineProcess
 from rollout.replica import StartEngine
 
 
@@ -28,9 +29,12 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
                 log=context.run_folder / "logs" / f"{context.role}-engine.log",
                 kind=engine.kind,
                 python=engine.python,
+                dtype=config.model.dtype,
                 max_running=engine.max_running,
                 max_cached_tokens=engine.max_cached_tokens,
                 num_threads=engine.num_threads,
+                num_gpus=engine.num_gpus,
+                tensor_parallel_size=engine.tensor_parallel_size,
                 options=options,
             )
         )
@@ -41,6 +45,7 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
             run_id=context.run_id,
             version=version,
             swap=engine.swap,
+            first_weights=None if engine.kind == "torch" else path,
             request_seconds=engine.request_seconds,
         )
         held = await client.weight_version()

@@ -36,7 +36,7 @@ class EngineConfig(Section):
     num_threads: int = Field(1, ge=1)
     """CPU threads of the engine process."""
     num_gpus: float = Field(0, ge=0)
-    """GPUs that Ray sets aside for the engine; a share below 1 lets the trainer use the same GPU."""
+    """GPUs that Ray sets aside for the engine; 0: it runs on the CPU; a share below 1 lets the trainer use the same GPU."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs over which one replica is split."""
     swap: Literal["retract", "in_place"] = "retract"

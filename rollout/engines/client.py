@@ -1,7 +1,9 @@
 """The door to an engine, whichever kind it is: SGLang's HTTP protocol, checked at every answer.
 
 Invariants: every call has a deadline; an answer whose ids and log-probs do not match in number is an error, never padded;
-after an in-place swap the first token of the later version is marked as masked, because two versions computed its context.
+after an in-place swap the first token of the later version is marked as masked, because two versions computed its context;
+while we pause the engine, new requests are held here (SGLang would lose their aborts, and they are to carry the key of the
+weights that will answer them); weights change during a pause only (SGLang would wait for all running requests).
 This module knows neither torch nor processes.
 """
 
@@ -17,6 +19,7 @@ import numpy as np
 
 from laminar.errors import DeadlineError, EngineError
 from laminar.types import FinishReason, Int32Array, SamplingParameters, Segment, WeightVersion, sampled
+from rollout.engines.weights_file import TensorForms, check_same_forms, read_forms
 from rollout.engines.wire import EngineLoad, PauseMode
 from rollout.generation import Generation
 
@@ -37,6 +40,8 @@ class EngineClient:
         run_id: the run we belong to.
         version: the weights it holds, sent as `extra_key` with each request, so that no prefix of other weights is reused.
         swap: what an update does to running requests; decides the mask at a version's first token.
+        first_weights: the folder that the engine was started on, for an engine that does not check what it loads: it is
+            shown no later file without the same tensors.
         request_seconds: deadline of one answer.
         control_seconds: deadline of every other call.
     """
@@ -49,6 +54,7 @@ class EngineClient:
         run_id: str = "",
         version: WeightVersion | None = None,
         swap: Literal["retract", "in_place"] = "retract",
+        first_weights: Path | None = None,
         request_seconds: float = 600.0,
         control_seconds: float = 120.0,
     ) -> None:
@@ -60,9 +66,13 @@ class EngineClient:
         self._control_seconds = control_seconds
         self._session: aiohttp.ClientSession | None = None
         self._received_tokens = 0
+        self._tensor_forms: TensorForms | None = None if first_weights is None else read_forms(first_weights)
+        self._paused = False
+        self._held: dict[str, asyncio.Future[bool]] = {}
 
     async def close(self) -> None:
         """Close the connections."""
+        self._release(EngineError(f"{self.url}: the client was closed"))
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -88,6 +98,9 @@ class EngineClient:
         """
         if len(request_id) != REQUEST_ID_LENGTH:
             raise EngineError(f"request id {request_id!r} must have {REQUEST_ID_LENGTH} characters (uuid4().hex)")
+        if not await self._pass_gate(request_id):
+            return Generation((), FinishReason.ABORT)
+        sent_under = self._version
         content = self._request(input_ids, sampling, request_id, stream=on_tokens is not None)
         try:
             async with self._exchange("POST", "/generate", content, self._request_seconds) as response:
@@ -96,9 +109,34 @@ class EngineClient:
             with contextlib.suppress(EngineError, DeadlineError):  # the deadline is the news, not that nobody listens
                 await self.abort(request_id)
             raise
-        generation = read_answer(answer, masked_heads=self._swap == "in_place")
+        generation = read_answer(answer, masked_heads=self._swap == "in_place", sent_under=sent_under)
         self._received_tokens += generation.num_tokens
         return generation
+
+    async def _pass_gate(self, request_id: str) -> bool:
+        """Hold a request while we pause the engine; whether it may go (not, if it was aborted here)."""
+        while self._paused:
+            held = self._held[request_id] = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(self._request_seconds):
+                    if not await held:
+                        return False
+            except TimeoutError as error:
+                raise DeadlineError(f"engine {self.url} to continue after a pause", self._request_seconds) from error
+            finally:
+                del self._held[request_id]
+        return True
+
+    def _release(self, error: EngineError | None = None) -> None:
+        """Let the held requests go, or fail."""
+        self._paused = False
+        for held in self._held.values():
+            if held.done():
+                continue
+            if error is None:
+                held.set_result(True)
+            else:
+                held.set_exception(error)
 
     def _request(self, input_ids: Int32Array, sampling: SamplingParameters, rid: str, *, stream: bool) -> dict[str, Any]:
         return {
@@ -143,23 +181,34 @@ class EngineClient:
         return answer
 
     async def abort(self, request_id: str) -> None:
-        """End one request; its `generate` returns the partial answer."""
+        """End one request; its `generate` returns the partial answer (with SGLang not before the end of a pause)."""
+        held = self._held.get(request_id)
+        if held is not None:
+            if not held.done():
+                held.set_result(False)
+            return
         await self._control("POST", "/abort_request", {"rid": request_id})
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop at the next token boundary; returns when the engine has stopped."""
+        """Stop at the next token boundary; whatever is called after that finds the engine standing still."""
+        self._paused = True
         await self._control("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         """Go on generating."""
         await self._control("POST", "/continue_generation", {})
+        self._release()
 
     async def update_weights(self, path: Path, version: WeightVersion, flush_cache: bool) -> None:
-        """Load the weights in folder `path`.
+        """Load the weights in folder `path`, during a pause of ours.
 
         Raises:
             EngineError: if that fails. The weights are unknown from then on: the engine must be replaced.
         """
+        if not self._paused:
+            raise EngineError(f"{self.url}: pause generation before the update to {version}")
+        if self._tensor_forms is not None:
+            check_same_forms(self._tensor_forms, read_forms(path), str(path))
         content = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
         answer = await self._control("POST", "/update_weights_from_disk", content)
         if not answer.get("success"):
@@ -190,7 +239,7 @@ class EngineClient:
         generated = total("num_generated_tokens") or self._received_tokens
         return EngineLoad(
             total("num_running_reqs"),
-            total("num_waiting_reqs"),
+            total("num_waiting_reqs") + len(self._held),
             total("num_used_tokens"),
             total("max_total_num_tokens"),
             generated,
@@ -224,6 +273,8 @@ class EngineClient:
             async with asyncio.timeout(seconds), self._session.request(method, self.url + path, json=content) as response:
                 if response.status != 200:
                     text = error_text(await response.text())
+                    if response.status == 401:
+                        text += " (our token is not this engine's: it belongs to another run)"
                     raise EngineError(f"{self.url}{path} answered {response.status}: {text}")
                 yield response
         except TimeoutError as error:
@@ -242,12 +293,13 @@ def error_text(text: str) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-def read_answer(answer: dict[str, Any], *, masked_heads: bool) -> Generation:
+def read_answer(answer: dict[str, Any], *, masked_heads: bool, sent_under: WeightVersion | None = None) -> Generation:
     """The generation in an answer of the protocol.
 
     Args:
         answer: `output_ids` and `meta_info`.
         masked_heads: whether the first token of every later version is kept out of the loss (in-place swaps).
+        sent_under: the version when the request was sent; with another one, even the first token is a later version's.
 
     Raises:
         EngineError: if counts or spans do not fit.
@@ -272,8 +324,9 @@ def read_answer(answer: dict[str, Any], *, masked_heads: bool) -> Generation:
             raise EngineError(f"request {meta.get('id')}: version spans {spans} do not cover {len(ids)} tokens")
         covered = end
         if end > start:
-            masked = 1 if masked_heads and segments else 0
-            segments.append(sampled(ids[start:end], logprobs[start:end], WeightVersion.parse(span["version"]), masked))
+            version = WeightVersion.parse(span["version"])
+            is_later = bool(segments) or (sent_under is not None and version != sent_under)
+            segments.append(sampled(ids[start:end], logprobs[start:end], version, int(masked_heads and is_later)))
     if covered != len(ids):
         raise EngineError(f"request {meta.get('id')}: version spans {spans} do not cover {len(ids)} tokens")
     return Generation(tuple(segments), FinishReason(meta["finish_reason"]["type"]), int(meta.get("cached_tokens") or 0))

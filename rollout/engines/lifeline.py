@@ -23,4 +23,6 @@ def die_with_parent() -> None:
 def _watch_input() -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # the group is ours: everything that we started goes too
     os._exit(0)

@@ -9,64 +9,12 @@ import contextlib
 import json
 import os
 import signal
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from laminar.errors import ConfigError, DeadlineError, EngineError
-from laminar.types import WeightVersion
+from rollout.engines.launch import COMMANDS, EngineLaunch
 
 LOG_TAIL_BYTES = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLaunch:
-    """What a new engine process needs to know.
-
-    Attributes:
-        model: HF checkpoint folder.
-        version: name of its weights.
-        token: bearer token it will demand (handed over in the environment, not on the command line that everybody can read).
-        run_id: the run that may change its weights.
-        log: file for its output, appended.
-        kind: engine kind, a key of `COMMANDS`.
-        python: interpreter; empty: ours.
-        options: further flags, by name without dashes; true means a flag without value, false none.
-    """
-
-    model: Path
-    version: WeightVersion
-    token: str
-    run_id: str
-    log: Path
-    kind: str = "torch"
-    python: str = ""
-    max_running: int = 64
-    max_cached_tokens: int = 65536
-    num_threads: int = 1
-    options: dict[str, str | int | float | bool] = field(default_factory=dict)
-
-
-def torch_command(launch: EngineLaunch, ready_descriptor: int) -> list[str]:
-    """Command line of the torch engine."""
-    values: dict[str, str | int | float | bool] = {
-        "model": str(launch.model),
-        "weight-version": str(launch.version),
-        "run-id": launch.run_id,
-        "max-running": launch.max_running,
-        "max-cached-tokens": launch.max_cached_tokens,
-        "threads": launch.num_threads,
-        "ready-fd": ready_descriptor,
-        "lifeline": True,
-        **launch.options,
-    }
-    flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in values.items() if value is not False]
-    return [launch.python or sys.executable, "-m", "rollout.engines.server", *flags]
-
-
-COMMANDS: dict[str, Callable[[EngineLaunch, int], list[str]]] = {"torch": torch_command}
-"""Command line by engine kind; it must write one JSON line with its `url` to the descriptor once it listens."""
 
 
 class EngineProcess:

@@ -13,7 +13,8 @@ import pytest
 from laminar.errors import ConfigError, DeadlineError, EngineError
 from laminar.types import FinishReason, WeightVersion
 from rollout.engines.client import EngineClient, read_answer
-from rollout.engines.process import EngineLaunch, EngineProcess
+from rollout.engines.launch import SGLANG_LAUNCH, EngineLaunch, sglang_command
+from rollout.engines.process import EngineProcess
 
 V0 = WeightVersion(0, 0)
 
@@ -51,6 +52,29 @@ async def test_an_engine_that_dies_while_starting_is_reported_with_its_own_words
     assert process.returncode not in (None, 0)
 
 
+async def test_an_interpreter_without_sglang_is_named_with_the_remedy(tmp_path):
+    launch = EngineLaunch(tmp_path / "m", V0, "secret", "run-1", tmp_path / "engine.log", kind="sglang")
+    with pytest.raises(EngineError, match=r"has no SGLang; run `make sglang`"):
+        await EngineProcess(launch).start(60)
+
+
+def test_sglang_is_told_its_device_its_dtype_and_the_options_last(tmp_path):
+    def flags(**settings):
+        return sglang_command(
+            EngineLaunch(tmp_path / "m", V0, "secret", "run-1", tmp_path / "log", kind="sglang", python="py", **settings), 5
+        )
+
+    cpu = flags(dtype="float32", options={"mem-fraction-static": 0.1, "disable-overlap-schedule": False})
+    assert cpu[:4] == ["py", str(SGLANG_LAUNCH), "--ready-fd=5", "--"]
+    assert {"--device=cpu", "--attention-backend=torch_native", "--dtype=float32", "--mem-fraction-static=0.1"} <= set(cpu)
+    assert "--skip-tokenizer-init" in cpu
+    assert "--disable-overlap-schedule" not in cpu
+    gpu = flags(dtype="bfloat16", num_gpus=2, tensor_parallel_size=2)
+    assert {"--dtype=bfloat16", "--tensor-parallel-size=2", "--weight-version=0.0"} <= set(gpu)
+    assert not any(flag.startswith(("--device", "--attention-backend")) for flag in gpu)
+    assert not any("secret" in flag for flag in gpu)
+
+
 async def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ConfigError, match="torch"):
         EngineProcess(launch(tmp_path, "", kind="tourch"))
@@ -80,7 +104,8 @@ async def test_an_engine_dies_with_its_parent_even_by_kill_9(tmp_path):
         import asyncio
         from pathlib import Path, PosixPath
         from laminar.types import WeightVersion
-        from rollout.engines.process import EngineLaunch, EngineProcess
+        from rollout.engines.launch import EngineLaunch
+        from rollout.engines.process import EngineProcess
 
         async def main():
             process = EngineProcess({engine!r})
@@ -128,6 +153,16 @@ def test_an_answer_becomes_segments_by_version():
 def test_an_answer_without_spans_counts_as_one_version():
     (segment,) = read_answer(answer([11], [-0.1]), masked_heads=False).segments
     assert segment.version == WeightVersion(0, 3)
+
+
+@pytest.mark.parametrize(("masked_heads", "masked"), [(True, 1), (False, 0)])
+def test_a_first_token_by_other_weights_than_those_at_sending_counts_as_a_later_versions(masked_heads, masked):
+    """Its prompt may have been taken from the prefix cache of the weights before."""
+    content = answer([11, 12], [-0.1, -0.2])
+    (segment,) = read_answer(content, masked_heads=masked_heads, sent_under=WeightVersion(0, 2)).segments
+    assert segment.masked_head_tokens == masked
+    (segment,) = read_answer(content, masked_heads=masked_heads, sent_under=WeightVersion(0, 3)).segments
+    assert segment.masked_head_tokens == 0
 
 
 def test_an_abort_in_the_queue_without_counts_is_an_empty_answer():

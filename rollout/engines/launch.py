@@ -1,0 +1,100 @@
+"""What to start as an engine, and its command line, by kind.
+
+Every command line ends up as a process that writes one JSON line with its `url` to a descriptor once it serves, and that
+ends when its standard input does. This module starts nothing.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from laminar.types import WeightVersion
+
+Flag = str | int | float | bool
+
+SGLANG_LAUNCH = Path(__file__).with_name("sglang_launch.py")
+SGLANG_CPU_FLAGS: dict[str, Flag] = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "disable-overlap-schedule": True,
+    "mem-fraction-static": 0.3,
+}
+"""What SGLang needs on a processor without AVX-512 and without its compiled kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLaunch:
+    """What a new engine process needs to know.
+
+    Attributes:
+        model: HF checkpoint folder.
+        version: name of its weights.
+        token: bearer token it will demand (handed over in the environment, not on the command line that everybody can read).
+        run_id: the run that may change its weights.
+        log: file for its output, appended.
+        kind: engine kind, a key of `COMMANDS`.
+        python: interpreter; empty: ours.
+        dtype: of the served weights; empty: the checkpoint's.
+        num_gpus: GPUs set aside for it; 0: it runs on the CPU.
+        tensor_parallel_size: GPUs over which the model is split.
+        options: further flags, by name without dashes; true means a flag without value, false none.
+    """
+
+    model: Path
+    version: WeightVersion
+    token: str
+    run_id: str
+    log: Path
+    kind: str = "torch"
+    python: str = ""
+    dtype: str = ""
+    max_running: int = 64
+    max_cached_tokens: int = 65536
+    num_threads: int = 1
+    num_gpus: float = 0
+    tensor_parallel_size: int = 1
+    options: Mapping[str, Flag] = field(default_factory=dict)
+
+
+def torch_command(launch: EngineLaunch, ready_descriptor: int) -> list[str]:
+    """Command line of the torch engine, which serves the checkpoint's dtype on the CPU."""
+    values: dict[str, Flag] = {
+        "model": str(launch.model),
+        "weight-version": str(launch.version),
+        "run-id": launch.run_id,
+        "max-running": launch.max_running,
+        "max-cached-tokens": launch.max_cached_tokens,
+        "threads": launch.num_threads,
+        "ready-fd": ready_descriptor,
+        "lifeline": True,
+    }
+    return [launch.python or sys.executable, "-m", "rollout.engines.server", *as_flags({**values, **launch.options})]
+
+
+def sglang_command(launch: EngineLaunch, ready_descriptor: int) -> list[str]:
+    """Command line of SGLang, run by its own interpreter."""
+    values: dict[str, Flag] = {
+        "model-path": str(launch.model),
+        "weight-version": str(launch.version),
+        "dtype": launch.dtype or "auto",
+        "max-running-requests": launch.max_running,
+        "max-total-tokens": launch.max_cached_tokens,
+        "tensor-parallel-size": launch.tensor_parallel_size,
+        "skip-tokenizer-init": True,  # tokens in, tokens out
+        "incremental-streaming-output": True,
+        "log-level-http": "warning",
+    }
+    device = {} if launch.num_gpus else SGLANG_CPU_FLAGS
+    flags = as_flags({**values, **device, **launch.options})
+    return [launch.python or sys.executable, str(SGLANG_LAUNCH), f"--ready-fd={ready_descriptor}", "--", *flags]
+
+
+def as_flags(values: Mapping[str, Flag]) -> list[str]:
+    """`--name=value` for each; `--name` for true, nothing for false."""
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in values.items() if value is not False]
+
+
+COMMANDS: dict[str, Callable[[EngineLaunch, int], list[str]]] = {"torch": torch_command, "sglang": sglang_command}
+"""Command line by engine kind."""
