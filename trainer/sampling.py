@@ -163,7 +163,7 @@ class BatchSource:
         trainer, failures = self._config.trainer, Counter(snapshot.counters.failed)
         if wait.failed_before is None:
             wait.failed_before = failures
-        failures -= wait.failed_before
+        failures = failures - wait.failed_before
         num_failed = failures.total() // self._config.rollout.group_size
         rounds = (wait.num_filtered + num_failed) // trainer.prompts_per_step
         if rounds < trainer.max_filter_rounds or rounds <= wait.rounds_noticed:
