@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 
 from laminar.errors import ExperienceError
 from laminar.experience.answers import Event
+from laminar.experience.client import keep_cancellation
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class ExperienceStore:
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
-                return await attempt()
+                return await keep_cancellation(attempt())
             except LOST as error:
                 if time.monotonic() + pause > deadline:
                     raise ExperienceError(

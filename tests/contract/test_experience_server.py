@@ -236,3 +236,20 @@ async def test_memory_that_stays_full_is_an_error_with_a_remedy(client, make_run
     await client.config_set("maxmemory", 1)
     with pytest.raises(ExperienceError, match=r"no memory for 1 trajectories for 0 s; raise its maxmemory"):
         await run.buffer.submit(long_trajectory(group, 10), "w")
+
+
+async def test_a_cancelled_request_is_cancelled_whenever_the_cancellation_comes(redis_client):
+    """Before Python 3.12 `asyncio.wait_for` swallows some; a loop of requests would then go on for ever."""
+
+    async def ask_for_ever():
+        while True:
+            await redis_client.hgetall("nothing")
+
+    for number in range(300):
+        task = asyncio.create_task(ask_for_ever())
+        for _ in range(number % 30):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=2)
+        assert done
+        assert task.cancelled()
