@@ -8,14 +8,18 @@ It does not know how batches are made or weights are written.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from typing import Any
 
+from redis.asyncio import Redis
+
 from laminar.cluster.roles import RoleContext
 from laminar.codec import decode_prompt
+from laminar.config.rollout import RolloutConfig
 from laminar.config.root import LaminarConfig
 from laminar.errors import (
     DeadlineError,
@@ -26,13 +30,14 @@ from laminar.errors import (
     RunFailedError,
     first_error,
 )
+from laminar.experience.answers import SubmitOutcome
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
-from relay.puller import open_puller
+from relay.puller import Puller, open_puller
 from rollout.evaluation import EvaluationResult, evaluate
 from rollout.player import Player
 from rollout.replica import Replica
@@ -43,6 +48,8 @@ logger = logging.getLogger("laminar.rollout.worker")
 CLAIM_PAUSE_SECONDS = 0.03
 """Pause after a claim that was refused."""
 REPORT_SECONDS = 0.5
+EVENT_WAIT_SECONDS = 5.0
+"""One wait for news from the data module; shorter than its connections' deadline."""
 VERSION_WAIT_SECONDS = 5.0
 ENGINE_CHECK_SECONDS = 0.2
 PROBE_SECONDS = 5.0
@@ -66,21 +73,26 @@ class RolloutWorker:
         self._ended: deque[Trajectory] = deque(maxlen=FAILURE_WINDOW)
         self._failures: Counter[str] = Counter()
         self._num_ended = 0
+        self._num_aborted = 0
         self._tokens_of_dead_engines = 0
         self._engine_tokens = 0
 
     async def start(self) -> None:
         """Connect, wait for weights, start the engine."""
-        self._redis = await connect(self._context.redis_url)
-        store = ExperienceStore(self._redis, self._context.run_id)
-        self._pool, self._buffer = PromptPool(store), ExperienceBuffer(store)
-        self._telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)
-        self._player = Player(self._config, worker=self._context.role)
+        client = await connect(self._context.redis_url)
+        player = Player(self._config, worker=self._context.role)
         puller = open_puller(self._config.relay, self._context.run_id, self._context.node_id)
-        self._puller = puller
         await puller.wait_newer(None, self._config.trainer.start_seconds)
-        self._replica = Replica(self._rollout.engine, puller, engine_starter(self._context, self._config))
-        await self._replica.start()
+        replica = Replica(self._rollout.engine, puller, engine_starter(self._context, self._config))
+        await self.equip(client, player, puller, replica)
+
+    async def equip(self, client: Redis, player: Player, puller: Puller, replica: Replica) -> None:
+        """Take its parts and start the engine; `start` makes the real ones."""
+        self._redis, self._player, self._puller, self._replica = client, player, puller, replica
+        self._store = ExperienceStore(client, self._context.run_id)
+        self._pool, self._buffer = PromptPool(self._store), ExperienceBuffer(self._store)
+        self._telemetry = TelemetryWriter(client, self._context.run_id, self._context.role)
+        await replica.start()
 
     async def run(self) -> None:
         """Work until stopped.
@@ -88,7 +100,10 @@ class RolloutWorker:
         Raises:
             RunFailedError: nearly every trajectory fails; carries the first error's text.
         """
-        loops = [self._claim_groups(), self._follow_weights(), self._renew_leases(), self._keep_engine(), self._report()]
+        loops = [
+            self._claim_groups(), self._follow_weights(), self._renew_leases(), self._follow_events(), self._keep_engine(),
+            self._report(),
+        ]  # fmt: skip
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(loop) for loop in loops]
@@ -165,8 +180,23 @@ class RolloutWorker:
             self._groups.pop(group.group_id, None)
 
     async def _play_member(self, group: ClaimedGroup, member: int) -> None:
-        """Play one member until it has a reward, or its attempts are used up; submit the outcome."""
-        first = (group.attempt - 1) * self._rollout.max_attempts
+        """Play one member and submit the outcome; a failed one is played again as long as the data module says so."""
+        try:
+            for replay in itertools.count():
+                trajectory = await self._try_member(group, member, replay)
+                self._count(trajectory)
+                outcome = await self._buffer.submit(trajectory, self._context.role)
+                if outcome is not SubmitOutcome.REPLAY:
+                    break
+        except asyncio.CancelledError:
+            self._num_aborted += 1
+            raise
+        if outcome.startswith("refused"):
+            logger.info("submit %s: %s", trajectory.trajectory_id, outcome)
+
+    async def _try_member(self, group: ClaimedGroup, member: int, replay: int) -> Trajectory:
+        """Play one member until it has a reward, or its attempts are used up."""
+        first = first_attempt(self._rollout, group.attempt, replay)
         for attempt in range(first, first + self._rollout.max_attempts):
             async with self._replica.bind():
                 trajectory = await self._player.play(self._replica, group, member, attempt, Purpose.TRAIN)
@@ -176,10 +206,7 @@ class RolloutWorker:
             logger.warning("%s: %s: %s", trajectory.trajectory_id, trajectory.failure.kind, trajectory.failure.text)
             if trajectory.failure.kind is FailureKind.USER_BUG:
                 break
-        self._count(trajectory)
-        outcome = await self._buffer.submit(trajectory, self._context.role)
-        if outcome.startswith("refused"):
-            logger.info("submit %s: %s", trajectory.trajectory_id, outcome)
+        return trajectory
 
     def _count(self, trajectory: Trajectory) -> None:
         """Count an outcome; stop when nearly all of the last ones failed for good."""
@@ -238,15 +265,30 @@ class RolloutWorker:
         await self._replica.restart()
 
     async def _renew_leases(self) -> None:
-        """Renew what is being played; give up what was lost to another worker."""
+        """Renew what is being played; give up what was lost to another worker, or let go while its event was missed."""
         while True:
             await asyncio.sleep(self._rollout.lease_seconds / 4)
             lost = await self._pool.renew(self._context.role, list(self._groups), self._rollout.lease_seconds)
             for group_id in lost:
-                self._held.discard(group_id)
-                if task := self._groups.get(group_id):
-                    logger.info("group %s was lost or evicted; aborting it", group_id)
-                    task.cancel()
+                self._abort(group_id, "lost or evicted")
+
+    async def _follow_events(self) -> None:
+        """Abort at once, in the engine too, what the data module lets go.
+
+        Consumes: the data module's events. Produces: cancelled groups. Waits for: the next event.
+        """
+        last = "0-0"
+        while True:
+            for event in await self._store.wait_events(last, EVENT_WAIT_SECONDS):
+                last = event.event_id
+                if event.kind in ("evicted", "failed"):
+                    self._abort(event.group_id, f"{event.kind}: {event.detail}")
+
+    def _abort(self, group_id: str, reason: str) -> None:
+        self._held.discard(group_id)
+        if task := self._groups.get(group_id):
+            logger.info("aborting group %s: %s", group_id, reason)
+            task.cancel()
 
     async def _report(self) -> None:
         """Say how the replica is doing."""
@@ -258,6 +300,7 @@ class RolloutWorker:
         metrics: dict[str, Any] = {
             "worker/open_trajectories": self._replica.num_open,
             "worker/finished_trajectories": self._num_ended,
+            "worker/aborted_trajectories": self._num_aborted,
             "worker/version_number": -1 if self._replica.version is None else self._replica.version.number,
             "worker/engine_restarts": self._replica.restarts,
             "weights/swap_seconds": self._replica.last_swap_seconds,
@@ -274,3 +317,14 @@ class RolloutWorker:
             metrics["engine/kv_use_ratio"] = load.used_tokens / max(load.capacity_tokens, 1)
         metrics["engine/generated_tokens"] = self._tokens_of_dead_engines + self._engine_tokens
         return metrics
+
+
+def first_attempt(rollout: RolloutConfig, lease: int, replay: int) -> int:
+    """Number of the first of `max_attempts` attempts; no two series share one, since noise hangs on the attempt.
+
+    Args:
+        rollout: sizes.
+        lease: which worker in a row plays the group, from 1.
+        replay: how often this one plays the member again, from 0; at most once for each member of the group.
+    """
+    return ((lease - 1) * (rollout.group_size + 1) + replay) * rollout.max_attempts

@@ -8,24 +8,35 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from laminar.policies.masking import num_over_age_tokens
 from laminar.policies.staleness import split_staleness
 from laminar.types import Trajectory
 from trainer.algorithms.advantages import is_informative
 
+SHORTEST_BUCKET_BITS = 6
+"""Lengths up to 64 tokens share a bucket, as in the data module's count of what was dropped."""
 
-def batch_metrics(groups: Sequence[Sequence[Trajectory]], trained_on: int) -> dict[str, float]:
+
+def batch_metrics(groups: Sequence[Sequence[Trajectory]], trained_on: int, oldest_trained: int = 0) -> dict[str, float]:
     """Metrics of a batch that is about to be trained.
 
     Args:
         groups: the batch.
         trained_on: number of the version that it will be trained on.
+        oldest_trained: tokens of versions below this number are over age.
     """
     trajectories = [trajectory for group in groups for trajectory in group]
     good = [trajectory for trajectory in trajectories if trajectory.failure is None]
     metrics = {"reward/zero_std_ratio": _mean(not is_informative([t.reward for t in group]) for group in groups)}
     if good:
         metrics |= _rewards(good) | _lengths(good) | _staleness(good, trained_on)
+        metrics["staleness/masked_tokens"] = float(sum(num_over_age_tokens(t, oldest_trained) for t in good))
     return metrics
+
+
+def length_bucket(num_tokens: int) -> int:
+    """The power of two that names a length's bucket: the smallest one, from 64 on, that it does not exceed."""
+    return 1 << max(SHORTEST_BUCKET_BITS, (num_tokens - 1).bit_length())
 
 
 def _rewards(good: Sequence[Trajectory]) -> dict[str, float]:
@@ -60,11 +71,13 @@ def _staleness(good: Sequence[Trajectory], trained_on: int) -> dict[str, float]:
         if trajectory.oldest is not None and trajectory.newest is not None
     ]
     histogram = Counter(split.total for split in splits)
+    lengths = Counter(length_bucket(trajectory.num_sampled_tokens) for trajectory in good)
     return {
         **_distribution("staleness/versions", [split.total for split in splits]),
-        "staleness/in_flight_versions": _mean(split.in_flight for split in splits),
-        "staleness/in_queue_versions": _mean(split.in_queue for split in splits),
+        **_distribution("staleness/in_flight_versions", [split.in_flight for split in splits]),
+        **_distribution("staleness/in_queue_versions", [split.in_queue for split in splits]),
         **{f"staleness/histogram_{versions}": float(count) for versions, count in sorted(histogram.items())},
+        **{f"staleness/trained_length_{bucket}": float(count) for bucket, count in sorted(lengths.items())},
     }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from laminar.errors import InvariantError
+from laminar.policies.masking import trained_mask
 from laminar.types import BoolArray, Chain, Float32Array, Int32Array
 from trainer.batches import RowShape
 
@@ -91,13 +92,22 @@ def prompt_tokens(chain: Chain) -> int:
     return count
 
 
-def make_row(chain: Chain, *, name: str, prompt: int, temperature: float, advantage: float, sequence_tokens: int) -> Row:
-    """Prepare a chain with at least one trained token.
+def make_row(
+    chain: Chain,
+    *,
+    name: str,
+    prompt: int,
+    temperature: float,
+    advantage: float,
+    sequence_tokens: int,
+    oldest_trained: int = 0,
+) -> Row:
+    """Prepare a chain with at least one trained token; tokens of versions below `oldest_trained` are not trained.
 
     Raises:
         InvariantError: if it begins with a sampled token, which nothing predicts, or if no token is trained.
     """
-    mask = chain.mask()
+    mask = trained_mask(chain, oldest_trained)
     places = np.flatnonzero(mask)
     start = prompt_tokens(chain)
     if start == 0 or not len(places):

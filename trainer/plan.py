@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from laminar.errors import InvariantError
+from laminar.policies.masking import trained_mask
 from laminar.types import Purpose, Trajectory
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.loss import loss_denominator
@@ -58,11 +59,20 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What all ranks do in a step; `skipped` says why it is nothing."""
+    """What all ranks do in a step.
+
+    Attributes:
+        rows: all rows.
+        mini_batches: optimizer updates.
+        skipped: why it is nothing; None if it is something.
+        oldest_trained: tokens of versions below this number are over age, and not trained.
+        metrics: known before the work.
+    """
 
     rows: tuple[RowPlan, ...] = ()
     mini_batches: tuple[MiniBatchPlan, ...] = ()
     skipped: str | None = None
+    oldest_trained: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def encode(self) -> bytes:
@@ -87,6 +97,7 @@ def plan_step(
     max_tokens: int,
     num_ranks: int,
     share_prompts: bool,
+    oldest_trained: int = 0,
 ) -> StepPlan:
     """Decide who computes what.
 
@@ -97,6 +108,7 @@ def plan_step(
         max_tokens: budget of a micro-batch, padding included.
         num_ranks: ranks to deal to.
         share_prompts: whether rows of one prompt compute it once.
+        oldest_trained: tokens of versions below this number enter neither numerator nor denominator.
 
     Raises:
         ConfigError: if a row exceeds the budget; it names the trajectory.
@@ -108,9 +120,9 @@ def plan_step(
     for part in split_mini_batches(len(groups), mini_batches):
         start = len(rows)
         for group in (groups[index] for index in part):
-            planned = list(_plan_group(group, algorithm, advantages, first_prompt=len(row_plans)))
+            planned = list(_plan_group(group, algorithm, advantages, len(row_plans), oldest_trained))
             row_plans += planned
-            rows += build_rows(planned, group)
+            rows += build_rows(planned, group, oldest_trained)
         if len(rows) == start:
             continue
         problem = first_undefined(rows[start:])
@@ -127,11 +139,11 @@ def plan_step(
         )
         shifted = tuple(tuple(tuple(start + index for index in batch) for batch in batches) for batches in ranks)
         parts.append(MiniBatchPlan(denominator, num_tokens, shifted))
-    return StepPlan(tuple(row_plans), tuple(parts), None if parts else "the batch has no token to train")
+    return StepPlan(tuple(row_plans), tuple(parts), None if parts else "the batch has no token to train", oldest_trained)
 
 
-def build_rows(plans: Iterable[RowPlan], trajectories: Iterable[Trajectory]) -> list[Row]:
-    """The planned rows, in the plans' order.
+def build_rows(plans: Iterable[RowPlan], trajectories: Iterable[Trajectory], oldest_trained: int) -> list[Row]:
+    """The planned rows, in the plans' order; tokens of versions below `oldest_trained` are not trained.
 
     Raises:
         InvariantError: if a planned trajectory is missing.
@@ -150,6 +162,7 @@ def build_rows(plans: Iterable[RowPlan], trajectories: Iterable[Trajectory]) -> 
                 temperature=trajectory.sampling.temperature,
                 advantage=plan.advantage,
                 sequence_tokens=plan.sequence_tokens,
+                oldest_trained=oldest_trained,
             )
         )
     return rows
@@ -169,13 +182,17 @@ def first_undefined(rows: Iterable[Row]) -> str | None:
 
 
 def _plan_group(
-    group: Sequence[Trajectory], algorithm: Algorithm, advantages: Mapping[str, float], first_prompt: int
+    group: Sequence[Trajectory],
+    algorithm: Algorithm,
+    advantages: Mapping[str, float],
+    first_prompt: int,
+    oldest_trained: int,
 ) -> Iterable[RowPlan]:
     prompts: dict[bytes, int] = {}
     for trajectory in group:
         if trajectory.failure is not None or trajectory.purpose != Purpose.TRAIN or not algorithm.trains(trajectory):
             continue
-        trained = [int(chain.mask().sum()) for chain in trajectory.chains]
+        trained = [int(trained_mask(chain, oldest_trained).sum()) for chain in trajectory.chains]
         for index, chain in enumerate(trajectory.chains):
             if trained[index]:
                 prompt = chain.token_ids()[: prompt_tokens(chain)].tobytes()

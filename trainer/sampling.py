@@ -1,12 +1,14 @@
 """Rank 0's side of the data module: filter what is ready, wait for a legal batch by name, take it.
 
-Groups are filtered before they are taken, so a batch is never empty or short but at the end of the data. Every decision is
-`laminar.policies.staleness`; this module only carries it out.
+Groups are filtered before they are taken (uninformative ones, and those without a token young enough), so a batch is never
+empty or short but at the end of the data; what is kept beyond a batch waits for the next one. Every decision is
+`laminar.policies`; this module only carries it out.
 """
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +17,7 @@ from laminar.errors import RunFailedError
 from laminar.experience.answers import Snapshot
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.plugins import resolve
+from laminar.policies.masking import newest_trained_number, oldest_trained_number
 from laminar.policies.samplers import SAMPLERS
 from laminar.policies.staleness import BatchPlan, fewest_evictions, plan_batch
 from laminar.types import EvictionReason, GroupHeader, GroupState, Trajectory
@@ -23,21 +26,46 @@ logger = logging.getLogger("laminar.trainer.sampling")
 
 POLL_SECONDS = 0.02
 WAIT_NOTICE_SECONDS = 10.0
-MAX_BARREN_BATCHES = 64
-"""So many batches' worth of groups filtered or failed in a row, without one to train, end the run with the reason."""
-
 Group = tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A taken batch, in training order; `waited_seconds` until it was there."""
+    """A taken batch.
+
+    Attributes:
+        group_ids: in training order.
+        groups: in the same order.
+        waited_seconds: until it was there.
+        seen_rewards: of all groups judged meanwhile, filtered ones included.
+        num_judged: groups judged meanwhile; `num_kept` of them were kept, for this batch or a later one.
+        dropped_lengths: trajectories evicted for their age since the last batch, by length; see `Counters`.
+        snapshot: what the batch was drawn from.
+    """
 
     group_ids: tuple[str, ...]
     groups: tuple[Group, ...]
     waited_seconds: float
     seen_rewards: tuple[float, ...]
+    num_judged: int
+    num_kept: int
+    dropped_lengths: dict[str, int]
     snapshot: Snapshot
+
+    def metrics(self) -> dict[str, float]:
+        """What became of the groups that ended while the batch was gathered."""
+        counters = self.snapshot.counters
+        metrics: dict[str, float] = {
+            "experience/judged_groups": self.num_judged,
+            "experience/refilled": counters.refilled,
+            "experience/abandoned": counters.abandoned,
+            **{f"staleness/dropped_length_{bucket}": count for bucket, count in self.dropped_lengths.items()},
+        }
+        if self.seen_rewards:
+            metrics["reward/finished_mean"] = sum(self.seen_rewards) / len(self.seen_rewards)
+        if self.num_judged:
+            metrics["experience/kept_ratio"] = self.num_kept / self.num_judged
+        return metrics
 
 
 @dataclass(slots=True)
@@ -45,8 +73,12 @@ class _Wait:
     """One wait for a batch."""
 
     started: float
+    failed_before: Counter[str] | None = None
     due_since: dict[str, float] = field(default_factory=dict)
     noticed: float = 0.0
+    rounds_noticed: int = 0
+    num_judged: int = 0
+    num_filtered: int = 0
     rewards: list[float] = field(default_factory=list)
 
 
@@ -66,10 +98,10 @@ class BatchSource:
         notice: Callable[[str], Awaitable[None]],
     ) -> None:
         self._config, self._buffer, self._keeps, self._notice = config, buffer, keeps, notice
-        self._order = resolve(config.experience.sampler, SAMPLERS)
+        self._order = resolve(config.experience.sampler, SAMPLERS, "experience.sampler")
         self._judged: dict[str, Group] = {}
-        self._barren = 0
-        self._failed_before = 0
+        self._newest: dict[str, int] = {}
+        self._dropped_before: Counter[str] | None = None
         self.dropped_groups = 0
         self.first_group_at: float | None = None
 
@@ -77,14 +109,18 @@ class BatchSource:
         """Wait for a legal batch for `step` and take it; None at the end of the data, or when told to stop.
 
         Raises:
-            RunFailedError: nothing but useless groups arrives.
+            RunFailedError: too many rounds of groups were of no use (`trainer.max_filter_rounds`).
         """
         wait = _Wait(time.monotonic())
         while not should_stop():
             snapshot = await self._buffer.peek()
             if snapshot.headers and self.first_group_at is None:
                 self.first_group_at = time.monotonic()
-            if not await self._filter(snapshot, wait):
+            if self._dropped_before is None:
+                self._dropped_before = Counter(snapshot.counters.dropped_lengths)
+            filtered = await self._filter(snapshot, wait)
+            await self._check_rounds(snapshot, wait)
+            if not filtered and not await self._evict_fully_masked(snapshot, step):
                 plan = self._plan(snapshot, step)
                 if plan.over_age:
                     await self._evict(plan.over_age, EvictionReason.STALE)
@@ -113,21 +149,42 @@ class BatchSource:
         for group_id, group in zip(new, await self._buffer.fetch(new) if new else [], strict=True):
             wait.rewards += [t.reward for t in group if t.reward is not None]
             if self._keeps(group):
-                self._judged[group_id] = group
+                self._judged[group_id], self._newest[group_id] = group, newest_trained_number(group)
             else:
                 useless.append(group_id)
-        failed = snapshot.counters.num_failed - self._failed_before
-        self._failed_before = snapshot.counters.num_failed
-        self._barren += len(useless) + failed // self._config.rollout.group_size
-        if self._barren > MAX_BARREN_BATCHES * self._config.trainer.prompts_per_step:
-            raise RunFailedError(
-                f"{self._barren} groups in a row were of no use ({snapshot.counters.filtered} trajectories filtered as "
-                f"uninformative, {snapshot.counters.num_failed} failed so far): the task is too easy, too hard or broken; "
-                "look at the rewards, or set trainer.algorithm.options.filter_zero_variance = false"
-            )
+        wait.num_judged += len(new)
+        wait.num_filtered += len(useless)
         if useless:
             await self._buffer.filter(useless)
         return bool(useless)
+
+    async def _check_rounds(self, snapshot: Snapshot, wait: _Wait) -> None:
+        """After too many rounds of useless groups for one batch: stop, or say so once a round."""
+        trainer, failures = self._config.trainer, Counter(snapshot.counters.failed)
+        if wait.failed_before is None:
+            wait.failed_before = failures
+        failures = failures - wait.failed_before
+        num_failed = failures.total() // self._config.rollout.group_size
+        rounds = (wait.num_filtered + num_failed) // trainer.prompts_per_step
+        if rounds < trainer.max_filter_rounds or rounds <= wait.rounds_noticed:
+            return
+        text = f"{rounds} rounds of {trainer.prompts_per_step} groups gave no batch: " + describe_useless(
+            wait.num_filtered, num_failed, failures
+        )
+        if trainer.on_uninformative == "stop":
+            raise RunFailedError(text)
+        wait.rounds_noticed = rounds
+        logger.warning("%s", text)
+        await self._notice(f"informative groups: {text}")
+
+    async def _evict_fully_masked(self, snapshot: Snapshot, step: int) -> bool:
+        """Let groups go that have no token young enough for this step; returns whether there were any."""
+        oldest_trained = oldest_trained_number(step - 1, self._config.staleness.bound)
+        outstanding = {header.group_id for header in snapshot.headers if header.state is GroupState.READY}
+        masked = [g for g, newest in self._newest.items() if g in outstanding and newest < oldest_trained]
+        if masked:
+            await self._evict(masked, EvictionReason.FULLY_MASKED)
+        return bool(masked)
 
     async def _take(self, lineage: int, step: int, chosen: Sequence[str], snapshot: Snapshot, wait: _Wait) -> Batch:
         group_ids = await self._buffer.take(lineage, step, chosen)
@@ -138,8 +195,19 @@ class BatchSource:
         outstanding = {header.group_id for header in snapshot.headers}
         outstanding -= set(group_ids)
         self._judged = {group_id: group for group_id, group in self._judged.items() if group_id in outstanding}
-        self._barren = 0
-        return Batch(tuple(group_ids), groups, time.monotonic() - wait.started, tuple(wait.rewards), snapshot)
+        self._newest = {group_id: self._newest[group_id] for group_id in self._judged}
+        dropped = Counter(snapshot.counters.dropped_lengths)
+        new_dropped, self._dropped_before = dropped - (self._dropped_before or Counter()), dropped
+        return Batch(
+            group_ids=tuple(group_ids),
+            groups=groups,
+            waited_seconds=time.monotonic() - wait.started,
+            seen_rewards=tuple(wait.rewards),
+            num_judged=wait.num_judged,
+            num_kept=wait.num_judged - wait.num_filtered,
+            dropped_lengths=dict(new_dropped),
+            snapshot=snapshot,
+        )
 
     async def _wait_for_due(self, snapshot: Snapshot, plan: BatchPlan, step: int, wait: _Wait) -> None:
         """Wait a moment; by policy, evict groups in flight that hold the batch up."""
@@ -166,6 +234,20 @@ class BatchSource:
         logger.info("evicting %s: %s", ", ".join(group_ids), reason)
         self.dropped_groups += len(group_ids)
         await self._buffer.evict(group_ids, reason, reissue=True)
+
+
+def describe_useless(num_filtered: int, num_failed: int, failures: Counter[str]) -> str:
+    """A sentence that says what was wrong with groups, failed ones apart from uninformative ones, and what to do."""
+    parts = []
+    if num_failed:
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in failures.most_common())
+        parts.append(f"{num_failed} failed (trajectories by kind: {kinds}); read the workers' logs for the first error")
+    if num_filtered:
+        parts.append(
+            f"{num_filtered} were uninformative: the task is too easy, too hard or broken; look at the rewards, or set "
+            "trainer.algorithm.options.filter_zero_variance = false"
+        )
+    return "; ".join(parts)
 
 
 def describe_wait(headers: Sequence[GroupHeader], plan: BatchPlan, seconds: float) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from laminar.errors import ConfigError, InvariantError
+from laminar.policies.masking import oldest_trained_number
 from laminar.types import Trajectory
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.loss import loss_numerator, mismatch, non_finite_row
@@ -99,6 +100,7 @@ def _plan(engine: TrainerEngine, algorithm: Algorithm, groups: Groups | None, st
     if not groups:
         raise InvariantError(f"step {step}: rank 0 needs at least one group")
     trainer = engine.config.trainer
+    oldest_trained = oldest_trained_number(step - 1, engine.config.staleness.bound)
     plan = plan_step(
         groups,
         algorithm,
@@ -106,8 +108,9 @@ def _plan(engine: TrainerEngine, algorithm: Algorithm, groups: Groups | None, st
         max_tokens=trainer.max_tokens_per_micro_batch,
         num_ranks=engine.ranks.world_size,
         share_prompts=engine.share_prompts,
+        oldest_trained=oldest_trained,
     )
-    plan.metrics.update(batch_metrics(groups, trained_on=step - 1))
+    plan.metrics.update(batch_metrics(groups, trained_on=step - 1, oldest_trained=oldest_trained))
     return plan
 
 
@@ -121,7 +124,7 @@ def _own_rows(engine: TrainerEngine, plan: StepPlan, groups: Groups | None, fetc
             raise InvariantError(f"rank {engine.ranks.rank} has no way to fetch its groups")
         groups = fetch(list(dict.fromkeys(row.group_id for row in plans)))
     trajectories = [trajectory for group in groups or () for trajectory in group]
-    return dict(zip(indices, build_rows(plans, trajectories), strict=True))
+    return dict(zip(indices, build_rows(plans, trajectories, plan.oldest_trained), strict=True))
 
 
 def _train_mini_batch(

@@ -42,6 +42,8 @@ class RunData:
             max_epochs=config.data.max_epochs,
             data_seed=config.data.seed,
             shuffle=config.data.shuffle,
+            exempt=config.staleness.policy == "mask",
+            group_failure=config.rollout.group_failure,
         )
         await pool.add_prompts(self.prompts)
 

@@ -22,8 +22,11 @@ def pace_warnings(config: LaminarConfig) -> Iterator[str]:
             f"`rollout.max_in_flight_groups` lets {rollout.num_workers} workers play {playing} groups at once, "
             f"fewer than the {allowed} that the staleness bound admits"
         )
-    if staleness.bound is None and staleness.policy == "drop":
-        yield '`staleness.policy` is "drop", but with `staleness.max_staleness` = "unbounded" no group is ever due'
+    if staleness.bound is None and staleness.policy != "wait":
+        yield (
+            f'`staleness.policy` is "{staleness.policy}", but with `staleness.max_staleness` = "unbounded" no group is ever '
+            "due and no token over age"
+        )
     if config.run.no_progress_seconds <= staleness.max_wait_seconds:
         yield (
             f"`run.no_progress_seconds` is {config.run.no_progress_seconds:g}: the run may stop while the trainer still "

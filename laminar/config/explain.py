@@ -83,6 +83,11 @@ def staleness_in_words(config: LaminarConfig) -> list[str]:
 
 
 def _policy_in_words(config: LaminarConfig) -> str:
+    if config.staleness.policy == "mask":
+        return (
+            'Policy "mask": nobody waits and nothing in flight is dropped; tokens that are too old when they are trained '
+            "leave the loss, their rewards stay in their group's statistics, and groups without a token left are evicted."
+        )
     if config.staleness.policy == "drop":
         return (
             'Policy "drop": unfinished groups that would pass the bound are dropped at once and their prompts issued again. '

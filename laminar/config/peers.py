@@ -103,6 +103,7 @@ PEER_NAMES: Mapping[str, str] = {
     "filter_zero_advantage_groups": "trainer.algorithm.options.filter_zero_variance",
     "zero_variance_filter": "trainer.algorithm.options.filter_zero_variance",
     "filter_groups": "trainer.algorithm.options.filter_zero_variance",
+    "max_num_gen_batches": "trainer.max_filter_rounds",
     "use_dynamic_sampling": "trainer.algorithm.options.filter_zero_variance",
     "dynamic_filtering": "trainer.algorithm.options.filter_zero_variance",
 }

@@ -67,6 +67,9 @@ class RolloutConfig(Section):
     """Groups that one worker plays at once."""
     max_attempts: int = Field(3, ge=1)
     """Attempts at one trajectory, or at one group's lease, before it is given up."""
+    group_failure: Literal["refill", "shrink", "drop"] = "shrink"
+    """What a member that failed in all its attempts does to its group: it is played again, as often in all as the group has
+    members, then as `shrink`; or the group goes on with the others, at least `min_group_size`; or the group is given up."""
     min_group_size: int = Field(2, ge=1)
     """Fewest members without failure for a group to be trained; below it the group is given up."""
     max_failure_ratio: float = Field(0.9, gt=0, le=1)

@@ -94,9 +94,9 @@ class StalenessConfig(Section):
 
     max_staleness: Annotated[int, Field(ge=0)] | Literal["unbounded"] = 1
     """Inclusive bound in weight versions; 0 is on-policy; `unbounded` leaves only the buffer's capacity."""
-    policy: Literal["wait", "drop"] = "wait"
-    """What happens to groups in flight that the bound calls due: the trainer waits for them,
-    or they are dropped and their prompts issued again."""
+    policy: Literal["wait", "drop", "mask"] = "wait"
+    """What happens to groups in flight that the bound calls due: the trainer waits for them; or they are dropped and their
+    prompts issued again; or nobody is ever due, and tokens above the bound leave the loss (`mask`)."""
     max_wait_seconds: float = Field(600, gt=0)
     """Longest wait for due groups before the fewest, oldest ones are evicted."""
 

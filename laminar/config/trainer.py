@@ -58,6 +58,10 @@ class TrainerConfig(Section):
     """Gradients are scaled down to this norm."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    max_filter_rounds: int = Field(64, ge=1)
+    """So many rounds (of `prompts_per_step` groups) filtered or failed while one batch is gathered are too many."""
+    on_uninformative: Literal["stop", "wait"] = "stop"
+    """Then the run stops with the reason, or it waits on, with a warning each round, until `run.no_progress_seconds`."""
     start_seconds: float = Field(300, gt=0)
     """Deadline for all ranks to meet and load the model."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

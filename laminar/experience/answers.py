@@ -14,13 +14,14 @@ from laminar.types import ClaimedGroup, GroupHeader, WeightVersion
 
 
 class SubmitOutcome(enum.StrEnum):
-    """What became of a submitted trajectory; only `accepted` counts."""
+    """What became of a submitted trajectory; only `accepted` counts. `replay`: the failed member is to be played again."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
     REFUSED_UNKNOWN = "refused_unknown"
     REFUSED_LOST = "refused_lost"
     REFUSED_STALE = "refused_stale"
+    REPLAY = "replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,11 @@ class Counters:
         evicted: by reason.
         filtered: dropped for carrying no signal.
         failed: by failure kind; `given_up` after the last attempt's lease, `too_few_siblings` with their group.
+        refilled: failures that ended nothing, because their member is played again.
         reissued: of those evicted, how many have their prompt issued again.
+        abandoned: of those evicted, how many had their prompt issued again too often already.
+        dropped_lengths: those evicted for their age (or a wait that its bound caused), by sampled tokens: a power of two
+            that they do not exceed; `unfinished` ones have no length.
         refused_claims: claims that were granted nothing, by reason.
         waited_for_memory_seconds: time that accepted trajectories waited because the server's memory was full.
     """
@@ -66,6 +71,9 @@ class Counters:
     evicted: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     reissued: int = 0
+    refilled: int = 0
+    abandoned: int = 0
+    dropped_lengths: dict[str, int] = field(default_factory=dict)
     refused_claims: dict[str, int] = field(default_factory=dict)
     waited_for_memory_seconds: float = 0.0
 
@@ -94,11 +102,12 @@ class Counters:
         def by_kind(prefix: str) -> dict[str, int]:
             return {name.removeprefix(prefix): n for name, n in sorted(numbers.items()) if name.startswith(prefix) and n}
 
-        plain = ("admitted", "running", "buffered", "taken", "trained", "filtered", "reissued")
+        plain = ("admitted", "running", "buffered", "taken", "trained", "filtered", "reissued", "refilled", "abandoned")
         return cls(
             **{name: numbers.get(name, 0) for name in plain},
             evicted=by_kind("evicted:"),
             failed=by_kind("failed:"),
+            dropped_lengths=by_kind("dropped_length:"),
             refused_claims=by_kind("refused:"),
             waited_for_memory_seconds=numbers.get("waited_for_memory_ms", 0) / 1000,
         )
@@ -176,7 +185,10 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that ended badly: kind `failure`, `given_up`, `failed`, `evicted` or `filtered`, the group, and details."""
+    """Something that ended badly, with its group and details.
+
+    The kinds: `failure`, `refilled`, `given_up`, `abandoned`, `failed`, `evicted` and `filtered`.
+    """
 
     event_id: str
     kind: str

@@ -6,6 +6,9 @@ itself: retrying is safe only around a whole idempotent request, so `ExperienceS
 This module does not know what is stored.
 """
 
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -15,11 +18,35 @@ from redis.backoff import NoBackoff
 
 from laminar.errors import ConfigError, EnvironmentSetupError
 
+T = TypeVar("T")
+
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 """Longest wait for one answer; a script takes milliseconds, a 64 MB payload over a network takes seconds."""
 MAX_CONNECTIONS = 16
 NEEDED_POLICY = "noeviction"
+
+
+async def keep_cancellation(request: Awaitable[T]) -> T:
+    """Await a request; if its task is cancelled meanwhile, be cancelled, whatever the request makes of it.
+
+    Redis clients send through `asyncio.wait_for`, which before Python 3.12 swallows a cancellation that comes as the send
+    ends (CPython issue 86296). A loop would then never stop, and its task group wait for ever.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    try:
+        return await request
+    finally:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
+class _Client(Redis):
+    """A client whose single commands keep cancellations; pipelines run under `keep_cancellation` where they are used."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        return await keep_cancellation(super().execute_command(*args, **options))
 
 
 async def connect(url: str) -> Redis:
@@ -45,7 +72,7 @@ async def connect(url: str) -> Redis:
         raise ConfigError(
             f"experience.redis_url {hide_password(url)!r} cannot be read ({error}); use redis://, rediss:// or unix://"
         ) from None
-    client = Redis.from_pool(pool)
+    client = _Client.from_pool(pool)
     try:
         await client.ping()
     except (redis.RedisError, OSError) as error:

@@ -48,6 +48,8 @@ class PromptPool:
         max_epochs: int | None,
         data_seed: int,
         shuffle: bool,
+        exempt: bool = False,
+        group_failure: str = "shrink",
     ) -> None:
         """Make the run, or give a resumed one new settings; groups already admitted keep their own. May be repeated.
 
@@ -63,6 +65,8 @@ class PromptPool:
             max_epochs: passes over the data; None for no end.
             data_seed: seed of the order.
             shuffle: whether to shuffle each epoch.
+            exempt: groups admitted from now on have no deadline (staleness policy `mask`); the bound only paces admission.
+            group_failure: `refill`, `shrink` or `drop`; see `rollout.group_failure`.
 
         Raises:
             ConfigError: a batch does not fit into `max_bytes`, or the run exists with other data.
@@ -85,6 +89,8 @@ class PromptPool:
                 max_bytes=max_bytes,
                 bytes_per_group=bytes_per_group,
                 max_epochs=NO_LIMIT if max_epochs is None else max_epochs,
+                exempt=int(exempt),
+                group_failure=group_failure,
             )
         except ExperienceError as error:
             if "other data" in str(error):

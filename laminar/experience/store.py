@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 
 from laminar.errors import ExperienceError
 from laminar.experience.answers import Event
+from laminar.experience.client import keep_cancellation
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class ExperienceStore:
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
-                return await attempt()
+                return await keep_cancellation(attempt())
             except LOST as error:
                 if time.monotonic() + pause > deadline:
                     raise ExperienceError(
@@ -102,10 +103,14 @@ class ExperienceStore:
         start = after if after == "-" else f"({after}"
         stream = self.key("events")
         rows: Any = await self.insist("events", lambda: self.client.xrange(stream, min=start, count=max_events))
-        return [
-            Event(row_id.decode(), fields[b"kind"].decode(), fields[b"group"].decode(), fields[b"detail"].decode())
-            for row_id, fields in rows
-        ]
+        return [_event(*row) for row in rows]
+
+    async def wait_events(self, after: str, seconds: float) -> list[Event]:
+        """Events later than the one named `after` (`0-0`: all kept ones), as soon as there is one; none after `seconds`."""
+        stream, block = self.key("events"), round(seconds * 1000)
+        answer: Any = await self.insist("wait_events", lambda: self.client.xread({stream: after}, block=block))
+        streams = answer.items() if isinstance(answer, dict) else answer or ()
+        return [_event(*row) for _, rows in streams for row in rows]
 
     async def _evaluate(self, script: str, command: tuple[Any, ...]) -> Any:
         try:
@@ -129,6 +134,10 @@ def as_experience_error(error: redis.ResponseError) -> ExperienceError:
     """A script's refusal, or the server's, as one of ours."""
     text = str(error)
     return ExperienceError(text.removeprefix(SCRIPT_ERROR_MARK) if text.startswith(SCRIPT_ERROR_MARK) else f"Redis: {text}")
+
+
+def _event(row_id: bytes, fields: Mapping[bytes, bytes]) -> Event:
+    return Event(row_id.decode(), fields[b"kind"].decode(), fields[b"group"].decode(), fields[b"detail"].decode())
 
 
 @cache

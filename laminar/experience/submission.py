@@ -87,6 +87,7 @@ def _parcel(trajectory: Trajectory, worker: str) -> _Parcel:
             "kind": trajectory.failure.kind.value if trajectory.failure else "",
             "text": trajectory.failure.text[:MAX_FAILURE_CHARACTERS] if trajectory.failure else "",
             "bytes": len(payload),
+            "tokens": trajectory.num_sampled_tokens,
             "oldest": oldest.number if oldest else 0,
             "newest": newest.number if newest else 0,
             "payload": payload_name,

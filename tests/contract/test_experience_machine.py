@@ -9,6 +9,7 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -39,6 +40,7 @@ class Group:
     expired: bool = False
     attempt: int = 1
     reissues: int = 0
+    refills: int = 0
     state: str = "in_flight"
     done: dict = field(default_factory=dict)  # member -> (oldest, newest), or None if it failed
 
@@ -64,10 +66,12 @@ class Checkpoint:
 
 
 class Machine(RuleBasedStateMachine):
-    """Drives server and model."""
+    """Drives server and model. `exempt`: groups have no deadline (policy `mask`), and the bound only paces admission."""
 
-    def __init__(self, runner, client, play, break_down):
+    def __init__(self, runner, client, play, break_down, exempt=False, group_failure="shrink"):
         super().__init__()
+        self.bound, self.exempt, self.group_failure = None if exempt else BOUND, exempt, group_failure
+        self.min_good = GROUP_SIZE if group_failure == "drop" else MIN_GOOD
         self.call = runner.run
         self.play, self.break_down = play, break_down
         self.store = ExperienceStore(client, f"machine-{uuid.uuid4().hex[:12]}")
@@ -92,6 +96,8 @@ class Machine(RuleBasedStateMachine):
                 max_epochs=1,
                 data_seed=0,
                 shuffle=False,
+                exempt=self.exempt,
+                group_failure=self.group_failure,
             )
         )
         self.call(self.pool.add_prompts([Prompt(str(i), "") for i in range(NUM_PROMPTS)]))
@@ -101,7 +107,6 @@ class Machine(RuleBasedStateMachine):
     @property
     def figures(self):
         return {
-            "max_staleness": BOUND,
             "prompts_per_step": BATCH,
             "outstanding": len(self.groups) + len(self.held),
             "published": self.published,
@@ -114,14 +119,16 @@ class Machine(RuleBasedStateMachine):
         expected = []
         for group_id in [g for g, group in self.groups.items() if group.state == "in_flight" and not group.owner]:
             group = self.groups[group_id]
-            if len(expected) < most and may_readmit(**self.figures, engine=engine, oldest=group.floor):
+            if len(expected) < most and may_readmit(
+                **self.figures, max_staleness=self.bound, engine=engine, oldest=group.floor
+            ):
                 survivors = group.good
                 group.oldest = min([engine, *(oldest for oldest, _ in survivors)])
                 group.newest = max([engine, *(newest for _, newest in survivors)])
                 group.attempt += group.expired
                 group.owner, group.expired = worker, False
                 expected.append(group_id)
-        while len(expected) < most and free_slots(**self.figures, engine=engine):
+        while len(expected) < most and free_slots(**self.figures, max_staleness=BOUND, engine=engine):
             expected.append(self.admit(worker, engine))
         assert [g.group_id for g in claim.groups] == expected
         for granted in claim.groups:
@@ -199,28 +206,30 @@ class Machine(RuleBasedStateMachine):
         outcome = self.call(self.buffer.submit(trajectory, worker))
         assert outcome == self.expected_outcome(group, worker, member, good, oldest)
         if outcome != "accepted":
+            group.refills += outcome == "replay"
             return
         group.done[member] = (oldest, newest) if good else None
         self.counts.update({"running": -1, "buffered" if good else "failed": 1})
         if good:
             group.oldest, group.newest = min(group.oldest, oldest), max(group.newest, newest)
-        if not group.missing:
+        if len(group.missing) + len(group.good) < self.min_good or not group.missing:
             self.complete(group_id)
 
     def expected_outcome(self, group, worker, member, good, oldest):
         if group.state != "in_flight" or member in group.done:
             return "duplicate"
         if self.is_owner(group, worker):
-            return "accepted"
-        if good and self.published - oldest > BOUND:
+            refilled = not good and self.group_failure == "refill" and group.refills < GROUP_SIZE
+            return "replay" if refilled else "accepted"
+        if good and not self.exempt and self.published - oldest > BOUND:
             return "refused_stale"
-        late = good and accept_late_submit(**self.figures, holds_slot=True, oldest=oldest)
+        late = good and accept_late_submit(**self.figures, max_staleness=self.bound, holds_slot=True, oldest=oldest)
         return "accepted" if late else "refused_lost"
 
     def complete(self, group_id):
         group = self.groups[group_id]
         group.owner = ""
-        if len(group.good) >= MIN_GOOD:
+        if len(group.good) >= self.min_good:
             group.state = "ready"
             group.oldest = min(oldest for oldest, _ in group.good)
             group.newest = max(newest for _, newest in group.good)
@@ -254,7 +263,7 @@ class Machine(RuleBasedStateMachine):
             assert taken == plan.chosen
         for group_id in plan.chosen:
             group = self.groups[group_id]
-            assert self.published - group.oldest <= BOUND
+            assert self.exempt or self.published - group.oldest <= BOUND
             group.state = "taken"
             self.counts.update(buffered=-len(group.good), taken=len(group.good))
         self.taken = list(plan.chosen)
@@ -368,7 +377,7 @@ class Machine(RuleBasedStateMachine):
         assert seen == {name: self.counts[name] for name in seen}
         assert [
             (h.group_id, h.state, h.oldest, h.newest, h.owner, h.admission, h.max_staleness) for h in snapshot.headers
-        ] == [(i, g.state, g.oldest, g.newest, g.owner, g.admission, BOUND) for i, g in self.groups.items()]
+        ] == [(i, g.state, g.oldest, g.newest, g.owner, g.admission, self.bound) for i, g in self.groups.items()]
         assert snapshot.num_held == len(self.held)
         if not self.groups and not self.unacked:
             assert snapshot.reserved_bytes == 0
@@ -379,18 +388,37 @@ class Machine(RuleBasedStateMachine):
         assert sorted(places) == list(range(self.cursor))
 
 
-def test_every_trajectory_is_in_one_place_under_any_order_of_operations(valkey, trajectory_maker):
+VARIANTS = [
+    {},
+    {"exempt": True, "group_failure": "refill"},
+    {"group_failure": "drop"},
+]
+
+
+def drive(valkey, maker, variant, max_examples, steps, derandomize):
     with asyncio.Runner() as runner:
         client = runner.run(connect(valkey.url))
         run_state_machine_as_test(
-            lambda: Machine(runner, client, trajectory_maker.play, trajectory_maker.break_down),
+            lambda: Machine(runner, client, maker.play, maker.break_down, **variant),
             settings=settings(
-                max_examples=40,
-                stateful_step_count=40,
+                max_examples=max_examples,
+                stateful_step_count=steps,
                 deadline=None,
-                derandomize=True,
+                derandomize=derandomize,
                 database=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )
         runner.run(client.aclose())
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_every_trajectory_is_in_one_place_under_any_order_of_operations(valkey, trajectory_maker, variant):
+    drive(valkey, trajectory_maker, variant, 8 if variant else 24, 40, derandomize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_every_trajectory_is_in_one_place_in_500_long_random_runs(valkey, trajectory_maker, variant):
+    """New runs each time; a failure prints the shortest run that shows it."""
+    drive(valkey, trajectory_maker, variant, 500, 60, derandomize=False)

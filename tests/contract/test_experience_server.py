@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from laminar.errors import ConfigError, EnvironmentSetupError, ExperienceError
-from laminar.experience.client import check_server, connect, hide_password
+from laminar.experience.client import check_server, connect, hide_password, keep_cancellation
 from laminar.experience.server import EmbeddedServer
 from laminar.experience.store import ExperienceStore
 from laminar.types import Chain, Purpose, SamplingParameters, Trajectory, WeightVersion, sampled, trajectory_id
@@ -236,3 +236,49 @@ async def test_memory_that_stays_full_is_an_error_with_a_remedy(client, make_run
     await client.config_set("maxmemory", 1)
     with pytest.raises(ExperienceError, match=r"no memory for 1 trajectories for 0 s; raise its maxmemory"):
         await run.buffer.submit(long_trajectory(group, 10), "w")
+
+
+async def test_a_cancellation_that_a_request_swallows_is_passed_on():
+    """As `asyncio.wait_for` does before Python 3.12; a loop of requests would then go on for ever."""
+
+    async def swallow(result):
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            return result() if result else None
+
+    def lose_the_server():
+        raise redis.ConnectionError
+
+    for result in (None, lose_the_server):
+        task = asyncio.create_task(keep_cancellation(swallow(result)))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+
+async def test_clean_up_after_a_cancellation_may_still_ask_the_server(client):
+    async def work():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await client.set("cleaned", "up")
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert await client.get("cleaned") == b"up"
+
+
+async def test_a_deadline_around_a_request_that_swallows_it_still_ends_it():
+    async def swallow():
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            return 1
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await keep_cancellation(swallow())

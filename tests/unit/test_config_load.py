@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path, content):
         ("[staleness]\nmax_wait_seconds = -1", "`staleness.max_wait_seconds` is -1: it must be a finite number above 0"),
         ("[staleness]\nmax_staleness = -1", 'is -1: it must be a whole number of at least 0 or "unbounded"'),
         ("[staleness]\nmax_staleness = 1.5", 'is 1.5: it must be a whole number of at least 0 or "unbounded"'),
-        ('[staleness]\npolicy = "mask"', '`staleness.policy` is "mask": it must be "wait" or "drop"'),
+        ('[staleness]\npolicy = "hope"', '`staleness.policy` is "hope": it must be "wait", "drop" or "mask"'),
         ("data.shuffle = 1", "`data.shuffle` is 1: it must be true or false"),
         ("[run]\nname = 2", "`run.name` is 2: it must be text"),
         ("[rollout.sampling]\ntop_k = 0", "`rollout.sampling.top_k` is 0: it must be -1 or a whole number of at least 1"),

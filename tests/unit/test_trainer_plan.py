@@ -101,7 +101,8 @@ def test_rewards_and_staleness_are_of_trajectories_without_failure():
     metrics = batch_metrics(groups, trained_on=5)
     assert (metrics["reward/mean"], metrics["reward/std"], metrics["reward/min"], metrics["reward/max"]) == (2, 1, 1, 3)
     assert (metrics["staleness/versions_mean"], metrics["staleness/versions_max"]) == (1, 2)
-    assert (metrics["staleness/in_flight_versions"], metrics["staleness/in_queue_versions"]) == (0.5, 0.5)
+    assert (metrics["staleness/in_flight_versions_mean"], metrics["staleness/in_queue_versions_mean"]) == (0.5, 0.5)
+    assert (metrics["staleness/in_flight_versions_max"], metrics["staleness/in_queue_versions_max"]) == (1, 1)
     assert (metrics["staleness/histogram_0"], metrics["staleness/histogram_2"]) == (1, 1)
     assert metrics["rollout/mixed_version_ratio"] == 0.5
     assert metrics["reward/zero_std_ratio"] == 0
@@ -148,5 +149,5 @@ def test_mini_batches_and_ranks_cover_every_row_once_and_survive_json():
     assert plan.rows_of(0) | plan.rows_of(1) == set(range(12))
     assert plan.rows_of(0) & plan.rows_of(1) == set()
     assert StepPlan.decode(plan.encode()) == plan
-    rows = build_rows(plan.rows, [member for group in groups for member in group])
+    rows = build_rows(plan.rows, [member for group in groups for member in group], oldest_trained=0)
     assert [row.shape.name for row in rows] == [row.trajectory_id for row in plan.rows]

@@ -69,6 +69,7 @@ local function prompt_at(epoch, position)
   return #packed == 4 and (struct.unpack('<i4', packed)) or nil
 end
 
+local min_good = run.group_failure == 'drop' and run.group_size or math.min(run.min_group_size, run.group_size)
 while #granted < args.max_groups do
   if not fits(run.bound, num_outstanding(), args.number) then return finish('staleness') end
   if bytes_refuse() then return finish('bytes') end
@@ -83,10 +84,10 @@ while #granted < args.max_groups do
   local admission = run.next_admission
   set('next_admission', admission + 1)
   local header = {
-    id = string.format('%08d', admission), admission = admission, state = 'in_flight', bound = run.bound,
+    id = string.format('%08d', admission), admission = admission, state = 'in_flight', bound = run.exempt == 1 and -1 or run.bound,
     epoch = epoch, position = position, prompt = prompt, reissues = reissues,
     oldest = args.number, newest = args.number, attempt = 1, last = '',
-    size = run.group_size, min_good = math.min(run.min_group_size, run.group_size), done = 0, good = 0,
+    size = run.group_size, min_good = min_good, done = 0, good = 0,
     bytes = 0, reserved = 0,
   }
   reserve(header, run.bytes_per_group)

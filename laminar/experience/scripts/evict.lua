@@ -17,6 +17,9 @@ for _, id in ipairs(args.groups) do
     if args.reissue and header.reissues < args.max_reissues then
       call('RPUSH', REISSUE, pack({ header.epoch, header.position, header.reissues + 1 }))
       count('reissued', header.size)
+    elseif args.reissue then
+      count('abandoned', header.size)
+      event('abandoned', id, 'issued again ' .. header.reissues .. ' times')
     end
   end
 end

@@ -69,12 +69,13 @@ local function reserve(header, bytes)
   header.reserved = bytes
 end
 
--- Deletes what a group's members stored; answers the bytes.
-local function drop_payloads(id)
+-- Deletes what a group's members stored; answers the bytes. `each` sees every record.
+local function drop_payloads(id, each)
   local key, bytes = prefix .. 'members:' .. id, 0
   for _, packed in ipairs(call('HVALS', key)) do
     local record = unpack_value(packed)
     bytes = bytes + record.bytes
+    if each then each(record) end
     if record.payload then call('UNLINK', prefix .. record.payload) end
   end
   call('UNLINK', key)
@@ -88,6 +89,15 @@ local function forget(header)
   call('ZREM', UNOWNED, header.id)
 end
 
+-- What staleness made go, by sampled tokens: up to the power of two that names the bucket. What was still played has no length.
+local function count_dropped(record)
+  if record.payload then
+    local bucket = 64
+    while bucket < (record.tokens or 0) do bucket = bucket * 2 end
+    count('dropped_length:' .. bucket, 1)
+  end
+end
+
 -- A group leaves without being trained. One that leaves a taken batch keeps its slot until that step is published.
 local function leave(header, bucket, detail)
   local running = header.size - header.done
@@ -97,7 +107,9 @@ local function leave(header, bucket, detail)
   if detail then count(bucket .. ':' .. detail, running + header.good) end
   if header.state == 'taken' then call('HSET', HELD, header.id, header.step) end
   reserve(header, 0)
-  drop_payloads(header.id)
+  local is_dropped = bucket == 'evicted' and detail ~= 'orphaned'
+  if is_dropped then count('dropped_length:unfinished', running) end
+  drop_payloads(header.id, is_dropped and count_dropped or nil)
   forget(header)
   event(bucket, header.id, detail or '')
 end

@@ -1,10 +1,13 @@
 #!lua
--- args: group, member, attempt, worker, good, kind, text, bytes, oldest, newest, payload (key without prefix), waited_ms.
+-- args: group, member, attempt, worker, good, kind, text, bytes, tokens, oldest, newest, payload (key without prefix), waited_ms.
 -- The request id is kept in the member's record: a repeated request is known by it for as long as the group exists.
 local function refuse(outcome)
   call('UNLINK', prefix .. args.payload)
   return pack(outcome)
 end
+
+local stored = not args.good and answered()
+if stored then return stored end
 
 local header = load(args.group)
 if not header then return refuse('refused_unknown') end
@@ -27,11 +30,20 @@ if not is_owner then
   if not fits(header.bound, num_outstanding() - 1, args.oldest) then return refuse('refused_lost') end
 end
 
+-- Refill: the member is not over, it is to be played again; as often in all as the group has members. A bug would only repeat.
+if not args.good and run.group_failure == 'refill' and args.kind ~= 'user_bug' and (header.refills or 0) < header.size then
+  header.refills = (header.refills or 0) + 1
+  save(header)
+  count('refilled', 1)
+  event('refilled', args.group, args.kind .. ': ' .. args.text)
+  return answer('replay')
+end
+
 if args.good and call('PERSIST', prefix .. args.payload) == 0 and call('EXISTS', prefix .. args.payload) == 0 then
   return pack('no_payload')
 end
 call('HSET', members, args.member, pack({
-  request = request, attempt = args.attempt, bytes = args.bytes, payload = args.good and args.payload or nil,
+  request = request, attempt = args.attempt, bytes = args.bytes, tokens = args.tokens, payload = args.good and args.payload or nil,
 }))
 count('running', -1)
 count('waited_for_memory_ms', args.waited_ms)
@@ -46,6 +58,11 @@ else
   count('failed', 1)
   count('failed:' .. args.kind, 1)
   event('failure', args.group, args.kind .. ': ' .. args.text)
+end
+-- Too few can still be good: the members that are being played are of no use any more.
+if header.size - header.done + header.good < header.min_good then
+  leave(header, 'failed', 'too_few_siblings')
+  return pack('accepted')
 end
 reserve(header, header.bytes + (header.size - header.done) * math.floor(run.bytes_per_group / header.size))
 if header.done == header.size then complete(header) else save(header) end

@@ -1,0 +1,323 @@
+"""A worker on a real server: case D17, group failures, and work that is let go is aborted in the engine at once.
+
+The engine process and the relay are scripted; worker, replica, episodes and the data module are the real ones.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from laminar.cluster.roles import RoleContext
+from laminar.config.root import LaminarConfig
+from laminar.errors import DeadlineError, RunFailedError
+from laminar.types import EvictionReason, FinishReason, GroupState, SamplingParameters, WeightVersion, sampled
+from rollout.environments.base import Observation, StepResult
+from rollout.episode import play_episode
+from rollout.generation import Generation
+from rollout.replica import Replica
+from rollout.rewards.scorer import RewardScorer
+from rollout.scripted import CodePointTokenizer
+from rollout.worker import RolloutWorker, first_attempt
+from trainer.sampling import BatchSource
+
+pytestmark = pytest.mark.heavy
+
+FIRST = WeightVersion(0, 0)
+
+
+class Engine:
+    """Process and client in one: answers "4", or hangs until it is aborted where the prompt says so."""
+
+    returncode = None
+
+    def __init__(self):
+        self.running, self.aborted, self.hang = {}, [], set()
+
+    async def generate(self, input_ids, sampling, request_id):
+        prompt = "".join(map(chr, input_ids))
+        if prompt in self.hang:
+            self.running[request_id] = prompt
+            await asyncio.Event().wait()
+        return Generation((sampled([52], [-1.0], FIRST),), FinishReason.STOP)
+
+    async def abort(self, request_id):
+        self.aborted.append(self.running.pop(request_id))
+
+    async def health(self):
+        return None
+
+    async def loads(self):
+        return SimpleNamespace(generated_tokens=0, running=0, waiting=0, used_tokens=0, capacity_tokens=1)
+
+    async def kill(self):
+        return None
+
+    close = kill
+
+
+class Relay:
+    """A puller with one version, for ever."""
+
+    def latest(self):
+        return FIRST
+
+    @contextlib.contextmanager
+    def lease(self, version):
+        yield Path()
+
+    async def wait_newer(self, than, seconds):
+        await asyncio.sleep(seconds)
+        raise DeadlineError("a newer version", seconds)
+
+
+class World:
+    """One turn. `troubles` maps a prompt to what its next episodes do instead: an error to raise, or "hang"."""
+
+    def __init__(self, troubles, played):
+        self.troubles, self.played = troubles, played
+
+    async def reset(self, prompt):
+        self.played[prompt.prompt_id] += 1
+        trouble = self.troubles.get(prompt.prompt_id)
+        if trouble:
+            trouble = trouble.pop(0)
+            if trouble == "hang":
+                await asyncio.Event().wait()
+            raise trouble
+        return Observation(prompt.content)
+
+    async def step(self, completion):
+        return StepResult(done=True, reward_terms={"right": 1.0})
+
+    async def close(self):
+        return None
+
+
+class Player:
+    """Plays real episodes in such worlds."""
+
+    def __init__(self, troubles, wall_seconds):
+        self.troubles, self.wall_seconds, self.played = troubles, wall_seconds, Counter()
+
+    async def play(self, engine, group, member, attempt, purpose):
+        return await play_episode(
+            group=group,
+            member=member,
+            attempt=attempt,
+            engine=engine,
+            make_environment=lambda: World(self.troubles, self.played),
+            scorer=RewardScorer([]),
+            tokenizer=CodePointTokenizer(),
+            sampling=SamplingParameters(1.0, 4, 0),
+            run_seed=0,
+            wall_seconds=self.wall_seconds,
+            purpose=purpose,
+        )
+
+
+class Bench:
+    """A worker with its parts, and a trainer's batch source beside it."""
+
+    def __init__(self, run, url, folder, troubles, wall_seconds, rollout, prompts_per_step):
+        self.config = LaminarConfig.model_validate(
+            {
+                "model": {"path": "m"},
+                "data": {"path": "d"},
+                "rollout": {"lease_seconds": 60.0, "group_size": 1, "min_group_size": 1, **rollout},
+                "trainer": {"prompts_per_step": prompts_per_step},
+                "staleness": {"max_staleness": 1},
+            }
+        )
+        self.run, self.engine, self.player = run, Engine(), Player(troubles, wall_seconds)
+        run_id = run.store.prefix.split(":")[1]
+        self.worker = RolloutWorker(RoleContext("rollout-0", run_id, "token", url, folder), self.config)
+        self.heard = []
+        self.source = BatchSource(self.config, run.buffer, lambda group: True, self.notice)
+
+    async def notice(self, text):
+        self.heard.append(text)
+
+    @contextlib.asynccontextmanager
+    async def working(self, client):
+        """The worker works meanwhile; the counters are balanced at every moment that is looked at."""
+
+        async def start_engine(path, version):
+            return self.engine, self.engine
+
+        relay = Relay()
+        await self.worker.equip(client, self.player, relay, Replica(self.config.rollout.engine, relay, start_engine))
+        async with asyncio.TaskGroup() as tasks:
+            self.task = tasks.create_task(self.worker.run())
+            watch = tasks.create_task(self._watch())
+            yield
+            await self.worker.stop()
+            watch.cancel()
+
+    async def _watch(self):
+        while True:
+            assert (await self.run.buffer.counters()).is_balanced
+            await asyncio.sleep(0.002)
+
+    async def until(self, condition, seconds=10.0):
+        async with asyncio.timeout(seconds):
+            while not (found := await condition()):
+                await asyncio.sleep(0.002)
+        return found
+
+
+@pytest.fixture
+async def make_bench(make_run, valkey, tmp_path):
+    from laminar.experience.client import connect  # a client of its own: the worker closes it
+
+    async def make(troubles=None, *, wall_seconds=0.5, prompts=100, prompts_per_step=4, rollout=None, **settings):
+        rollout = rollout or {}
+        names = {"group_size", "min_group_size", "group_failure"} & rollout.keys()
+        run = await make_run(
+            prompts, prompts_per_step=prompts_per_step, max_staleness=1, **{n: rollout[n] for n in names}, **settings
+        )
+        bench = Bench(run, valkey.url, tmp_path, troubles or {}, wall_seconds, rollout, prompts_per_step)
+        bench.client = await connect(valkey.url)
+        return bench
+
+    return make
+
+
+async def test_d17_a_raising_and_a_hanging_task_do_not_starve_the_step(make_bench):
+    """Batch of 4, 6 tasks in flight, limit 0.5 s; task 3 raises at once, task 5 never returns; both are tried again."""
+    bench = await make_bench({"2": [OSError("sandbox is gone")], "4": ["hang"]}, rollout={"max_in_flight_groups": 6})
+    started = time.monotonic()
+    trained = []
+    async with bench.working(bench.client):
+        for step in (1, 2):
+            batch = await asyncio.wait_for(bench.source.next_batch(0, step, lambda: False), 1.5)
+            trained += [t.prompt_id for group in batch.groups for t in group]
+            assert len(batch.groups) == 4
+            await bench.run.buffer.publish(0, step)
+        await bench.until(lambda: _is_ended(bench, {"2", "4"} - set(trained)))
+    assert time.monotonic() - started < 3.0
+    assert bench.worker._failures == {"environment": 1, "timeout": 1}
+    assert (bench.player.played["2"], bench.player.played["4"]) == (2, 2)
+    assert len(set(trained)) == len(trained) == 8
+    assert (await bench.run.buffer.counters()).is_balanced
+
+
+async def _is_ended(bench, prompts):
+    """Whether these prompts' groups wait, complete, for a later step."""
+    headers = (await bench.run.buffer.peek()).headers
+    ready = [h.group_id for h in headers if h.state is GroupState.READY]
+    return prompts <= {t.prompt_id for group in await bench.run.buffer.fetch(ready) for t in group}
+
+
+async def test_d17_tasks_that_stay_broken_are_given_up_and_the_step_still_completes(make_bench):
+    broken = {"2": [OSError("sandbox is gone")] * 9, "4": ["hang"] * 9}
+    bench = await make_bench(broken, wall_seconds=0.2, rollout={"max_in_flight_groups": 6, "max_attempts": 2})
+    trained = []
+    async with bench.working(bench.client):
+        for step in (1, 2):
+            batch = await asyncio.wait_for(bench.source.next_batch(0, step, lambda: False), 3.0)
+            trained += [t.prompt_id for group in batch.groups for t in group]
+            await bench.run.buffer.publish(0, step)
+        await bench.until(lambda: _num_failed(bench, 4))
+    assert not {"2", "4"} & set(trained)
+    assert len(set(trained)) == 8
+    failed = (await bench.run.buffer.counters()).failed
+    assert failed == {"environment": 1, "timeout": 1}
+
+
+async def _num_failed(bench, attempts):
+    return bench.worker._failures.total() == attempts and (await bench.run.buffer.counters()).num_failed == 2
+
+
+async def test_d17_all_raise_and_the_run_stops_with_the_first_exceptions_message(make_bench):
+    broken = {str(i): [OSError(f"sandbox {i} is gone")] * 3 for i in range(100)}
+    bench = await make_bench(broken, rollout={"max_in_flight_groups": 6, "max_attempts": 1})
+    started = time.monotonic()
+    with pytest.raises(ExceptionGroup) as caught:
+        async with bench.working(bench.client):
+            await asyncio.wait_for(bench.source.next_batch(0, 1, lambda: False), 10)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, RunFailedError)
+    assert "sandbox 0 is gone" in str(error)
+    assert error.exit_code != 0
+    assert time.monotonic() - started < 5
+
+
+async def test_d17_a_long_wait_names_the_missing_groups(make_bench, monkeypatch):
+    monkeypatch.setattr("trainer.sampling.WAIT_NOTICE_SECONDS", 0.05)
+    bench = await make_bench(prompts=4, max_epochs=1)
+    bench.engine.hang = {"prompt 1"}
+    async with bench.working(bench.client):
+        waiting = asyncio.create_task(bench.source.next_batch(0, 1, lambda: False))
+        await bench.until(lambda: _heard(bench))
+        waiting.cancel()
+
+
+async def _heard(bench):
+    return any("1 more ready groups; in flight: 00000001 (rollout-0); " in text for text in bench.heard)
+
+
+async def test_a_refilled_member_is_played_again_by_the_same_worker(make_bench):
+    troubles = {"0": [OSError("flaky")]}
+    rollout = {"group_size": 3, "group_failure": "refill", "max_attempts": 1, "min_group_size": 3}
+    bench = await make_bench(troubles, prompts=1, prompts_per_step=1, max_epochs=1, rollout=rollout)
+    async with bench.working(bench.client):
+        batch = await asyncio.wait_for(bench.source.next_batch(0, 1, lambda: False), 5)
+    assert [t.member for t in batch.groups[0]] == [0, 1, 2]
+    assert sorted(t.attempt for t in batch.groups[0]) == [0, 0, 1]
+    counters = await bench.run.buffer.counters()
+    assert (counters.refilled, counters.num_failed) == (1, 0)
+    assert bench.player.played["0"] == 4
+
+
+async def test_dropping_a_group_aborts_its_siblings_in_the_engine(make_bench):
+    """Two members are being generated when the third fails."""
+    rollout = {"group_size": 3, "group_failure": "drop", "max_attempts": 1}
+    bench = await make_bench({"0": [OSError("broken")]}, prompts=1, prompts_per_step=1, max_epochs=1, rollout=rollout)
+    bench.engine.hang = {"prompt 0"}
+    async with bench.working(bench.client):
+        await bench.until(lambda: _num_aborted(bench, 2))
+        await bench.until(lambda: _no_group(bench))
+    assert (await bench.run.buffer.counters()).failed == {"environment": 1, "too_few_siblings": 2}
+
+
+async def _num_aborted(bench, number):
+    return len(bench.engine.aborted) == number
+
+
+async def _no_group(bench):
+    return not bench.worker._groups
+
+
+async def test_an_evicted_group_is_aborted_in_the_engine_within_a_moment_and_counted(make_bench):
+    """The lease is 60 s, renewed every 15 s: the abort does not wait for that."""
+    bench = await make_bench(prompts=2, prompts_per_step=1, max_epochs=1, rollout={"group_size": 2})
+    bench.engine.hang = {"prompt 0"}
+    async with bench.working(bench.client):
+        await bench.until(lambda: _num_running(bench, 2))
+        bench.engine.hang = set()
+        started = time.monotonic()
+        await bench.run.buffer.evict(["00000000"], EvictionReason.STALE, reissue=True)
+        await bench.until(lambda: _num_aborted(bench, 2))
+        seconds = time.monotonic() - started
+        await bench.until(lambda: _is_ended(bench, {"0", "1"}))  # the prompt was issued again, and answered
+        assert (await bench.worker._measure())["worker/aborted_trajectories"] == 2
+    assert seconds < 1.0
+    counters = await bench.run.buffer.counters()
+    assert (counters.evicted, counters.dropped_lengths) == ({"stale": 2}, {"unfinished": 2})
+
+
+async def _num_running(bench, number):
+    return len(bench.engine.running) == number
+
+
+def test_no_two_series_of_attempts_share_a_number(make_bench):
+    config = LaminarConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"group_size": 2, "max_attempts": 3}}
+    )
+    firsts = [first_attempt(config.rollout, lease, replay) for lease in (1, 2, 3) for replay in (0, 1, 2)]
+    assert firsts == [0, 3, 6, 9, 12, 15, 18, 21, 24]
