@@ -27,13 +27,16 @@ from laminar.errors import (
 )
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
+from laminar.experience.partial import Partial, PartialPool
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import open_puller
 from rollout.evaluation import EvaluationResult, evaluate
+from rollout.journal import Journal
 from rollout.player import Player
+from rollout.recorder import PartialRecorder
 from rollout.replica import Replica
 from rollout.start_engine import engine_starter
 
@@ -62,6 +65,7 @@ class RolloutWorker:
         self._ended: deque[Trajectory] = deque(maxlen=FAILURE_WINDOW)
         self._failures: Counter[str] = Counter()
         self._num_ended = 0
+        self._resumed_tokens = 0
         self._tokens_of_dead_engines = 0
         self._engine_tokens = 0
 
@@ -70,6 +74,7 @@ class RolloutWorker:
         self._redis = await connect(self._context.redis_url)
         store = ExperienceStore(self._redis, self._context.run_id)
         self._pool, self._buffer = PromptPool(store), ExperienceBuffer(store)
+        self._recorder = PartialRecorder(self._config, PartialPool(store))
         self._telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)
         self._player = Player(self._config, worker=self._context.role)
         puller = open_puller(self._config.relay, self._context.run_id, self._context.node_id)
@@ -85,6 +90,7 @@ class RolloutWorker:
             RunFailedError: nearly every trajectory fails; carries the first error's text.
         """
         loops = [self._claim_groups(), self._follow_weights(), self._renew_leases(), self._keep_engine(), self._report()]
+        loops.append(self._recorder.run())
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(loop) for loop in loops]
@@ -148,20 +154,28 @@ class RolloutWorker:
 
     async def _play_group(self, group: ClaimedGroup) -> None:
         try:
+            left = await self._recorder.adopt(group)
             async with asyncio.TaskGroup() as members:
                 for member in group.members:
-                    members.create_task(self._play_member(group, member))
+                    members.create_task(self._play_member(group, member, left.get(member)))
         except* LaminarError as failures:
             raise first_error(failures) from None
         finally:
             self._groups.pop(group.group_id, None)
 
-    async def _play_member(self, group: ClaimedGroup, member: int) -> None:
-        """Play one member until it has a reward, or its attempts are used up; submit the outcome."""
+    async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None) -> None:
+        """Play one member until it has a reward, or its attempts are used up; submit the outcome.
+
+        What an earlier owner has left of it is gone on with under its own attempt, on which the noise hangs.
+        """
         first = (group.attempt - 1) * self._rollout.max_attempts
-        for attempt in range(first, first + self._rollout.max_attempts):
+        attempts = list(range(first, first + self._rollout.max_attempts))
+        for attempt in [left.attempt, *attempts[1:]] if left else attempts:
+            journal = self._recorder.open(group, member, attempt, left)
             async with self._replica.bind():
-                trajectory = await self._player.play(self._replica, group, member, attempt, Purpose.TRAIN)
+                trajectory = await self._player.play(self._replica, group, member, attempt, Purpose.TRAIN, journal)
+            self._end_record(journal)
+            left = None
             if trajectory.failure is None:
                 break
             self._failures[trajectory.failure.kind] += 1
@@ -172,6 +186,12 @@ class RolloutWorker:
         outcome = await self._buffer.submit(trajectory, self._context.role)
         if outcome.startswith("refused"):
             logger.info("submit %s: %s", trajectory.trajectory_id, outcome)
+
+    def _end_record(self, journal: Journal | None) -> None:
+        """Count what needed not be sampled again; nothing more is put by."""
+        if journal is not None:
+            journal.close()
+            self._resumed_tokens += journal.resumed_tokens
 
     def _count(self, trajectory: Trajectory) -> None:
         """Count an outcome; stop when nearly all of the last ones failed for good."""
@@ -248,6 +268,7 @@ class RolloutWorker:
             "worker/open_trajectories": self._replica.num_open,
             "worker/finished_trajectories": self._num_ended,
             "worker/version_number": -1 if self._replica.version is None else self._replica.version.number,
+            "worker/resumed_tokens": self._resumed_tokens,
             "worker/engine_restarts": self._replica.restarts,
             "weights/swap_seconds": self._replica.last_swap_seconds,
             **{f"rollout/failures_{kind}": count for kind, count in self._failures.items()},

@@ -86,6 +86,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("worker/open_trajectories", "trajectories", "episodes this worker plays now"),
     Metric("worker/finished_trajectories", "trajectories", "episodes this worker ended so far"),
     Metric("worker/version_number", "", "number of the version this worker's engine holds; -1: unknown"),
+    Metric("worker/resumed_tokens", "tokens", "tokens of dead workers that this one did not have to sample again"),
     Metric("worker/engine_restarts", "", "engines this worker restarted"),
     Metric("eval/accuracy", "share", "mean evaluation reward on held-out prompts"),
     Metric("eval/num_prompts", "prompts", "held-out prompts that were answered"),

@@ -81,6 +81,37 @@ local function drop_payloads(id)
   return bytes
 end
 
+-- What is stored of a running member's tokens: its description, the tokens in chunks beside it.
+local function load_partial(id, member)
+  local packed = call('HGET', prefix .. 'partials:' .. id, member)
+  return packed and unpack_value(packed)
+end
+
+local function drop_partial(id, member)
+  local partial = load_partial(id, member)
+  if not partial then return end
+  local fields = { member }
+  for i = 0, partial.chunks - 1 do
+    table.insert(fields, member .. ':' .. i)
+  end
+  for first = 1, #fields, 1000 do
+    call('HDEL', prefix .. 'partials:' .. id, unpack(fields, first, math.min(first + 999, #fields)))
+  end
+end
+
+-- Oldest and newest number of the tokens that a group in flight keeps when it changes hands; nil if there are none.
+local function surviving(header)
+  local oldest, newest = header.done_oldest, header.done_newest
+  for member = 0, header.size - 1 do
+    local partial = load_partial(header.id, member)
+    if partial then
+      oldest = math.min(oldest or partial.oldest, partial.oldest)
+      newest = math.max(newest or partial.newest, partial.newest)
+    end
+  end
+  return oldest, newest
+end
+
 local function forget(header)
   call('HDEL', HEADERS, header.id)
   call('ZREM', OUTSTANDING, header.id)
@@ -98,6 +129,7 @@ local function leave(header, bucket, detail)
   if header.state == 'taken' then call('HSET', HELD, header.id, header.step) end
   reserve(header, 0)
   drop_payloads(header.id)
+  call('UNLINK', prefix .. 'partials:' .. header.id)
   forget(header)
   event(bucket, header.id, detail or '')
 end
@@ -110,6 +142,7 @@ local function complete(header)
   if header.good < header.min_good then
     return leave(header, 'failed', 'too_few_siblings')
   end
+  call('UNLINK', prefix .. 'partials:' .. header.id)
   header.state, header.oldest, header.newest = 'ready', header.done_oldest, header.done_newest
   save(header)
 end

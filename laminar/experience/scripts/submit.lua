@@ -33,6 +33,7 @@ end
 call('HSET', members, args.member, pack({
   request = request, attempt = args.attempt, bytes = args.bytes, payload = args.good and args.payload or nil,
 }))
+drop_partial(args.group, args.member)
 count('running', -1)
 count('waited_for_memory_ms', args.waited_ms)
 header.done = header.done + 1
