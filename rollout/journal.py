@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import xxhash
 
-from laminar.experience.partial import AppendOutcome, Partial, PartialPiece, PartialTurn, joined
+from laminar.experience.partial import AppendOutcome, Partial, PartialPiece, PartialTurn, joined_turns
 from laminar.types import ClaimedGroup, FinishReason, Int32Array, Segment
 
 _NOTHING = PartialTurn(0, 0, ())
@@ -85,14 +85,8 @@ class Journal:
         """What is to be put by now; None if nothing is."""
         if self._on_batch is None or self._num_unsaved < self.batch_tokens:
             return None
-        turns: list[PartialTurn] = []
-        for part in self._unsaved:
-            if turns and turns[-1].turn == part.turn:
-                last = turns.pop()
-                part = PartialTurn(part.turn, part.context, (*last.segments, *part.segments), part.finish_reason)
-            turns.append(part)
-        pieces = tuple(PartialTurn(t.turn, t.context, joined(t.segments), t.finish_reason) for t in turns)
-        return PartialPiece(self._group_id, self._member, self._attempt, self._claim, self._offset, pieces)
+        turns = joined_turns(self._unsaved)
+        return PartialPiece(self._group_id, self._member, self._attempt, self._claim, self._offset, turns)
 
     def settle(self, piece: PartialPiece, outcome: AppendOutcome) -> None:
         """Hear what became of a batch."""

@@ -6,10 +6,8 @@ It does not know engines or episodes.
 
 import asyncio
 
-from laminar.config.root import LaminarConfig
 from laminar.experience.partial import Partial, PartialPool
 from laminar.types import ClaimedGroup
-from rollout.environments.factory import is_resumable
 from rollout.journal import Journal
 
 MAX_PIECES = 256
@@ -17,12 +15,17 @@ MAX_PIECES = 256
 
 
 class PartialRecorder:
-    """One worker's recorder."""
+    """One worker's recorder.
 
-    def __init__(self, config: LaminarConfig, pool: PartialPool) -> None:
+    Args:
+        pool: where batches go.
+        batch_tokens: tokens in a batch; 0 switches everything off.
+        is_resumable: whether another worker could go on with an episode; if not, nothing is put by.
+    """
+
+    def __init__(self, pool: PartialPool, *, batch_tokens: int, is_resumable: bool) -> None:
         self._pool = pool
-        self._batch_tokens = config.experience.partial_tokens
-        self._is_resumable = is_resumable(config.environment)
+        self._batch_tokens, self._is_resumable = batch_tokens, is_resumable
         self._full: dict[Journal, None] = {}  # a set that keeps its order
         self._work = asyncio.Event()
 

@@ -33,6 +33,7 @@ from laminar.experience.store import ExperienceStore
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import open_puller
+from rollout.environments.factory import is_resumable
 from rollout.evaluation import EvaluationResult, evaluate
 from rollout.journal import Journal
 from rollout.player import Player
@@ -74,7 +75,11 @@ class RolloutWorker:
         self._redis = await connect(self._context.redis_url)
         store = ExperienceStore(self._redis, self._context.run_id)
         self._pool, self._buffer = PromptPool(store), ExperienceBuffer(store)
-        self._recorder = PartialRecorder(self._config, PartialPool(store))
+        self._recorder = PartialRecorder(
+            PartialPool(store),
+            batch_tokens=self._config.experience.partial_tokens,
+            is_resumable=is_resumable(self._config.environment),
+        )
         self._telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)
         self._player = Player(self._config, worker=self._context.role)
         puller = open_puller(self._config.relay, self._context.run_id, self._context.node_id)

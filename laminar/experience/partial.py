@@ -119,7 +119,7 @@ class PartialPool:
         Raises:
             ExperienceError: the server is away.
         """
-        requests = [_arguments(piece) for piece in pieces]
+        requests = [(_arguments(piece), _encode(piece.turns)) for piece in pieces]
         return await self._store.insist("append_partial", bound(self._send, requests))
 
     async def adopt(self, group_id: str, claim: int) -> dict[int, Partial]:
@@ -131,17 +131,17 @@ class PartialPool:
         found = await self._store.run("adopt", group=group_id, claim=claim)
         return {member: Partial(attempt, _decode(chunks)) for member, attempt, chunks in found}
 
-    async def _send(self, requests: list[dict[str, Any]]) -> list[AppendOutcome]:
+    async def _send(self, requests: list[tuple[dict[str, Any], bytes]]) -> list[AppendOutcome]:
         answers = await self._pipeline(requests)
         if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
             await self._store.load("append_partial")
             answers = await self._pipeline(requests)
         return [_outcome(answer) for answer in answers]
 
-    async def _pipeline(self, requests: list[dict[str, Any]]) -> list[Any]:
+    async def _pipeline(self, requests: list[tuple[dict[str, Any], bytes]]) -> list[Any]:
         async with self._store.client.pipeline(transaction=False) as pipeline:
-            for arguments in requests:
-                pipeline.execute_command(*self._store.command("append_partial", new_request_id(), arguments))
+            for arguments, chunk in requests:
+                pipeline.execute_command(*self._store.command("append_partial", new_request_id(), arguments, chunk))
             return await pipeline.execute(raise_on_error=False)
 
 
@@ -159,7 +159,6 @@ def _arguments(piece: PartialPiece) -> dict[str, Any]:
         "count": sum(map(len, segments)),
         "oldest": min(numbers),
         "newest": max(numbers),
-        "chunk": _encode(piece.turns),
     }
 
 
@@ -178,20 +177,29 @@ def _encode(turns: Iterable[PartialTurn]) -> bytes:
 
 
 def _decode(chunks: Iterable[bytes]) -> tuple[PartialTurn, ...]:
-    turns: dict[int, PartialTurn] = {}
-    segments: dict[int, list[Segment]] = {}
-    for row in (row for chunk in chunks for row in _decoder.decode(chunk)):
-        turns[row.turn] = PartialTurn(row.turn, row.context, (), row.finish_reason)
-        parts = segments.setdefault(row.turn, [])
-        if row.token_ids:
-            ids, logprobs = np.frombuffer(row.token_ids, "<i4"), np.frombuffer(row.logprobs, "<f4")
-            parts.append(Segment(ids, logprobs, WeightVersion(row.lineage, row.number), row.masked_head_tokens))
+    return joined_turns(_turn(row) for chunk in chunks for row in _decoder.decode(chunk))
+
+
+def _turn(row: _Row) -> PartialTurn:
+    if not row.token_ids:
+        return PartialTurn(row.turn, row.context, (), row.finish_reason)
+    ids, logprobs = np.frombuffer(row.token_ids, "<i4"), np.frombuffer(row.logprobs, "<f4")
+    segment = Segment(ids, logprobs, WeightVersion(row.lineage, row.number), row.masked_head_tokens)
+    return PartialTurn(row.turn, row.context, (segment,))
+
+
+def joined_turns(parts: Iterable[PartialTurn]) -> tuple[PartialTurn, ...]:
+    """Parts of turns, in order, as one value a turn."""
+    turns: dict[int, list[PartialTurn]] = {}
+    for part in parts:
+        turns.setdefault(part.turn, []).append(part)
     return tuple(
-        PartialTurn(turn.turn, turn.context, joined(segments[number]), turn.finish_reason) for number, turn in turns.items()
+        PartialTurn(turn, pieces[0].context, _joined([s for p in pieces for s in p.segments]), pieces[-1].finish_reason)
+        for turn, pieces in turns.items()
     )
 
 
-def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+def _joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """Sampled segments with neighbours of one version made one, unless the later one begins masked."""
     runs: list[list[Segment]] = []
     for segment in segments:

@@ -97,8 +97,8 @@ def _parcel(trajectory: Trajectory, worker: str) -> _Parcel:
 async def _send(store: ExperienceStore, parcels: list[_Parcel], waited_seconds: float) -> list[SubmitOutcome | None]:
     """One pipeline; None where the server lacks memory."""
     answers = await _pipeline(store, parcels, waited_seconds)
-    if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
-        await store.load("submit")
+    if isinstance(answers[0], redis.exceptions.NoScriptError):
+        await store.load("submit", repeated=True)
         answers = await _pipeline(store, parcels, waited_seconds)
     return [_outcome(answer) for answer in answers]
 
@@ -109,15 +109,10 @@ async def _pipeline(store: ExperienceStore, parcels: list[_Parcel], waited_secon
         for parcel in parcels:
             if parcel.payload:
                 pipeline.set(store.key(parcel.payload_key), parcel.payload, nx=True, ex=UNLINKED_SECONDS)
-            arguments = parcel.arguments | {"waited_ms": round(waited_seconds * 1000)}
-            pipeline.execute_command(*store.command("submit", parcel.request_id, arguments))
-        answers = await pipeline.execute(raise_on_error=False)
-    scripts: list[Any] = []
-    for parcel in parcels:
-        if parcel.payload:
-            answers.pop(0)
-        scripts.append(answers.pop(0))
-    return scripts
+        waited = {"waited_ms": round(waited_seconds * 1000)}
+        pipeline.execute_command(*store.batch("submit", [(p.request_id, p.arguments | waited) for p in parcels]))
+        answer = (await pipeline.execute(raise_on_error=False))[-1]
+    return answer if isinstance(answer, list) else [answer] * len(parcels)
 
 
 def _outcome(answer: Any) -> SubmitOutcome | None:
