@@ -28,6 +28,7 @@ OUTAGE_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 1.0
 SCRIPT_ERROR_MARK = "LAMINAR "
+_encoder = msgspec.msgpack.Encoder()
 LOST = (redis.ConnectionError, redis.TimeoutError, ConnectionError, TimeoutError)
 
 
@@ -69,16 +70,16 @@ class ExperienceStore:
     def command(self, script: str, request_id: str, arguments: Mapping[str, Any], *payload: bytes) -> tuple[Any, ...]:
         """The EVALSHA command of a script, for pipelines; bytes go beside the arguments, which the script reads."""
         _, digest = _script(script)
-        return ("EVALSHA", digest, 1, self.prefix, request_id, msgspec.msgpack.encode(arguments), *payload)
+        return ("EVALSHA", digest, 1, self.prefix, request_id, _encoder.encode(arguments), *payload)
 
-    def batch(self, script: str, requests: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Any, ...]:
-        """The command that runs a script for many (request id, arguments), answered by a list.
+    def batch(self, script: str, requests: Iterable[tuple[str, Mapping[str, Any], bytes]]) -> tuple[Any, ...]:
+        """The command that runs a script for many (request id, arguments, payload), answered by a list.
 
-        They see one moment, and the run's settings are read once; an error among the answers is a value.
+        They see one moment; settings and headers are read once; an error among the answers is a value.
         """
         _, digest = _script(script, repeated=True)
-        packed = [part for request_id, arguments in requests for part in (request_id, msgspec.msgpack.encode(arguments))]
-        return ("EVALSHA", digest, 1, self.prefix, *packed)
+        parts = [part for name, arguments, payload in requests for part in (name, _encoder.encode(arguments), payload)]
+        return ("EVALSHA", digest, 1, self.prefix, *parts)
 
     async def load(self, script: str, *, repeated: bool = False) -> None:
         """Give the script, or its form for many requests, to the server."""

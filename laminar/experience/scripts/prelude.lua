@@ -1,8 +1,8 @@
--- Put before every script. KEYS[1]: the run's key prefix. ARGV[1]: request id. ARGV[2]: the arguments, a msgpack map.
+-- Put before every script. KEYS[1]: the run's key prefix. ARGV: request id, the arguments (a msgpack map), perhaps a payload.
 -- A header is one outstanding group; README.md lists its fields and draws its states. Counters count trajectories.
 
 local call, pack, unpack_value = redis.call, cmsgpack.pack, cmsgpack.unpack
-local prefix, request, args = KEYS[1], ARGV[1], unpack_value(ARGV[2])
+local prefix, request, args, payload = KEYS[1], ARGV[1], unpack_value(ARGV[2]), ARGV[3]
 local RUN, COUNTERS, EVENTS = prefix .. 'run', prefix .. 'counters', prefix .. 'events'
 local HEADERS, OUTSTANDING, HELD = prefix .. 'headers', prefix .. 'outstanding', prefix .. 'held'
 local LEASES, UNOWNED, REISSUE = prefix .. 'leases', prefix .. 'unowned', prefix .. 'reissue'
@@ -38,8 +38,16 @@ local function answer(value)
   return packed
 end
 
+-- While a script runs for many requests, headers and counters are written once, at its end (`repeat.lua`).
+local late
+
 local function count(name, number)
-  if number ~= 0 then call('HINCRBY', COUNTERS, name, number) end
+  if number == 0 then return end
+  if late then
+    late.counts[name] = (late.counts[name] or 0) + number
+  else
+    call('HINCRBY', COUNTERS, name, number)
+  end
 end
 
 local function event(kind, group, detail)
@@ -47,12 +55,17 @@ local function event(kind, group, detail)
 end
 
 local function load(id)
+  if late and late.headers[id] then return late.headers[id] end
   local packed = call('HGET', HEADERS, id)
   return packed and unpack_value(packed)
 end
 
 local function save(header)
-  call('HSET', HEADERS, header.id, pack(header))
+  if late then
+    late.headers[header.id] = header
+  else
+    call('HSET', HEADERS, header.id, pack(header))
+  end
 end
 
 local function num_outstanding()
@@ -65,7 +78,8 @@ local function fits(bound, outstanding, engine)
 end
 
 local function reserve(header, bytes)
-  set('reserved', (run.reserved or 0) + bytes - header.reserved)
+  run.reserved = (run.reserved or 0) + bytes - header.reserved
+  if late then late.reserved = true else set('reserved', run.reserved) end
   header.reserved = bytes
 end
 
@@ -113,6 +127,7 @@ local function surviving(header)
 end
 
 local function forget(header)
+  if late then late.headers[header.id] = nil end
   call('HDEL', HEADERS, header.id)
   call('ZREM', OUTSTANDING, header.id)
   call('ZREM', LEASES, header.id)
