@@ -41,7 +41,7 @@ from laminar.types import (
 GROUP_SIZE = 8
 SUBMIT_AT_ONCE = 64
 PIPELINE = 50
-POLL_SECONDS = 0.002
+POLL_SECONDS = 0.01
 
 
 def make_trajectory(group_id: str, member: int, num_tokens: int) -> Trajectory:

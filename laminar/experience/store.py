@@ -8,8 +8,8 @@ This module does not know what the scripts mean.
 
 import asyncio
 import hashlib
+import os
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cache
 from importlib import resources
@@ -127,7 +127,7 @@ class ExperienceStore:
 
 def new_request_id() -> str:
     """A name that no other request has."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def unpack(packed: Any) -> Any:

@@ -62,15 +62,18 @@ class Submission:
         """
         limit = asyncio.Semaphore(CALLS_UNDER_WAY)
         parcels: list[_Parcel] = []
+        num_bytes = 0
         try:
             async with asyncio.TaskGroup() as calls:
                 for place, trajectory in enumerate(trajectories):
                     parcels.append(_parcel(place, trajectory, self._worker))
-                    if place + 1 == len(trajectories) or _is_full(parcels):
+                    num_bytes += len(parcels[-1].payload)
+                    is_full = len(parcels) >= MAX_AT_ONCE or num_bytes >= MAX_BYTES_AT_ONCE
+                    if is_full or place + 1 == len(trajectories):
                         await limit.acquire()
                         call = calls.create_task(self._insist(parcels))
                         call.add_done_callback(lambda _: limit.release())
-                        parcels = []
+                        parcels, num_bytes = [], 0
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
         return [self._outcomes[place] for place in range(len(trajectories))]
@@ -91,10 +94,6 @@ class Submission:
                 )
             await asyncio.sleep(pause)
             pause, waited = min(2 * pause, LONGEST_PAUSE_SECONDS), time.monotonic() - started
-
-
-def _is_full(parcels: list[_Parcel]) -> bool:
-    return len(parcels) >= MAX_AT_ONCE or sum(len(parcel.payload) for parcel in parcels) >= MAX_BYTES_AT_ONCE
 
 
 def _parcel(place: int, trajectory: Trajectory, worker: str) -> _Parcel:
