@@ -1,8 +1,8 @@
 """How fast is the data module? `python -m benchmarks.buffer [--quick] [--peer-python PATH]`.
 
 Trajectories of 200 and of 16,000 tokens go from 1 and from 4 producer processes through submit, take, fetch and ack, over
-the bundled Valkey (unix socket, append-only file on). Wall seconds from the first submit to the last ack; start-up and claims
-are not counted, encoding and decoding are. Side by side in one run, order alternated, medians:
+the bundled Valkey (unix socket, append-only file on). Wall seconds from the first submit to the last ack; start-up and
+claims are not counted, encoding and decoding are. Side by side in one run, order alternated, medians:
 
 - bare: the same bytes by pipelined XADD and XREAD on the same server, nothing else done with them. Bar: 0.5x of it for
   16,000 tokens, 0.2x for 200.

@@ -9,6 +9,7 @@ It does not know how batches are made or weights are written.
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -67,6 +68,8 @@ class RolloutWorker:
         self._failures: Counter[str] = Counter()
         self._num_ended = 0
         self._resumed_tokens = 0
+        self._full_since: float | None = None
+        self._producer_wait_seconds = 0.0
         self._tokens_of_dead_engines = 0
         self._engine_tokens = 0
 
@@ -152,6 +155,7 @@ class RolloutWorker:
             if room > 0 and version is not None and not self._replica.is_closed:
                 claim = await self._pool.claim(self._context.role, version, room, self._rollout.lease_seconds)
                 granted = len(claim.groups)
+                self._note_full_buffer(claim.refused == "bytes" and not granted)
                 for group in claim.groups:
                     self._groups[group.group_id] = self._group.create_task(self._play_group(group))
             if not granted:
@@ -191,6 +195,13 @@ class RolloutWorker:
         outcome = await self._buffer.submit(trajectory, self._context.role)
         if outcome.startswith("refused"):
             logger.info("submit %s: %s", trajectory.trajectory_id, outcome)
+
+    def _note_full_buffer(self, is_full: bool) -> None:
+        """Count the time in which nothing could be claimed because the buffer's bytes were all reserved."""
+        now = time.monotonic()
+        if self._full_since is not None:
+            self._producer_wait_seconds += now - self._full_since
+        self._full_since = now if is_full else None
 
     def _end_record(self, journal: Journal | None) -> None:
         """Count what needed not be sampled again; nothing more is put by."""
@@ -273,6 +284,7 @@ class RolloutWorker:
             "worker/open_trajectories": self._replica.num_open,
             "worker/finished_trajectories": self._num_ended,
             "worker/version_number": -1 if self._replica.version is None else self._replica.version.number,
+            "experience/producer_wait_seconds": self._producer_wait_seconds,
             "worker/resumed_tokens": self._resumed_tokens,
             "worker/engine_restarts": self._replica.restarts,
             "weights/swap_seconds": self._replica.last_swap_seconds,

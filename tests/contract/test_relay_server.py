@@ -51,7 +51,7 @@ def make_old(store: VersionStore) -> None:
 
 async def eventually(condition, seconds: float = 5.0):
     async with asyncio.timeout(seconds):
-        while not (value := condition()):  # noqa: ASYNC110
+        while not (value := condition()):
             await asyncio.sleep(0.01)
     return value
 
