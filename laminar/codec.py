@@ -8,6 +8,7 @@ new `FORMAT_VERSION`. This module does not know where frames are kept.
 """
 
 import dataclasses
+import operator
 import struct
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ import numpy as np
 import xxhash
 
 from laminar.errors import ConfigError, ExperienceError
-from laminar.types import FORMAT_VERSION, Chain, Prompt, Segment, Trajectory, WeightVersion
+from laminar.types import FORMAT_VERSION, Chain, Float32Array, Int32Array, Prompt, Segment, Trajectory, WeightVersion
 
 Value = TypeVar("Value")
 
@@ -40,6 +41,7 @@ _TrajectoryBody = msgspec.defstruct(
     ],
     array_like=True,
 )
+_plain_values = operator.attrgetter(*_PLAIN_FIELDS)
 _ENCODER = msgspec.msgpack.Encoder()
 _TRAJECTORY_DECODER = msgspec.msgpack.Decoder(_TrajectoryBody)
 _PROMPT_DECODER = msgspec.msgpack.Decoder(Prompt)
@@ -49,10 +51,10 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     """One frame, marked with the trajectory's format version."""
     segments = [segment for chain in trajectory.chains for segment in chain.segments]
     body = _TrajectoryBody(
-        *(getattr(trajectory, name) for name in _PLAIN_FIELDS),
+        *_plain_values(trajectory),
         chains=[[_segment_row(segment) for segment in chain.segments] for chain in trajectory.chains],
-        token_ids=memoryview(b"".join([s.token_ids.tobytes() for s in segments])),
-        logprobs=memoryview(b"".join([s.logprobs.tobytes() for s in segments if s.logprobs is not None])),
+        token_ids=memoryview(b"".join([_bytes(s.token_ids) for s in segments])),
+        logprobs=memoryview(b"".join([_bytes(s.logprobs) for s in segments if s.logprobs is not None])),
     )
     return _seal(_TRAJECTORY, trajectory.format_version, _ENCODER.encode(body))
 
@@ -92,6 +94,11 @@ def decode_prompt(frame: bytes) -> Prompt:
     return _unseal(_PROMPT_DECODER, _PROMPT, frame)
 
 
+def _bytes(array: Int32Array | Float32Array) -> memoryview | bytes:
+    """The array's bytes, without a copy if they lie together."""
+    return array.data if array.flags.c_contiguous else array.tobytes()
+
+
 def _segment_row(segment: Segment) -> tuple[int, int, int, int]:
     if segment.version is None:
         return len(segment), _GIVEN, _GIVEN, 0
@@ -125,7 +132,7 @@ def _checksum(kind: int, version: int, body: bytes | memoryview) -> int:
 
 
 def _seal(kind: int, version: int, body: bytes) -> bytes:
-    return _HEADER.pack(_MAGIC, kind, version, _checksum(kind, version, body)) + body
+    return b"".join((_HEADER.pack(_MAGIC, kind, version, _checksum(kind, version, body)), body))
 
 
 def _unseal(decoder: "msgspec.msgpack.Decoder[Value]", kind: int, frame: bytes) -> Value:

@@ -358,13 +358,17 @@ class GroupHeader:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedGroup:
-    """A group that a worker may play: which members are missing, and on which attempt each is."""
+    """A group that a worker may play: which members are missing, on which attempt, and under how manieth claim.
+
+    A claim above 1 means that an earlier owner may have left something (`laminar.experience.partial`).
+    """
 
     group_id: str
     admission: int
     prompt: Prompt
     members: tuple[int, ...]
     attempt: int
+    claim: int = 1
 
 
 def trajectory_id(group_id: str, member: int) -> str:

@@ -31,6 +31,7 @@ from rollout.boundary import EpisodeError, guard
 from rollout.environments.base import Environment, Observation, StepResult
 from rollout.environments.factory import EnvironmentFactory
 from rollout.generation import Generator
+from rollout.journal import Journal
 from rollout.rewards.base import RewardContext
 from rollout.rewards.scorer import RewardScorer, Score, finite_number
 from rollout.tokens import Tokenizer
@@ -57,6 +58,7 @@ async def play_episode(
     wall_seconds: float,
     purpose: Purpose = Purpose.TRAIN,
     worker: str = "",
+    journal: Journal | None = None,
 ) -> Trajectory:
     """Play one member of a group.
 
@@ -73,6 +75,7 @@ async def play_episode(
         wall_seconds: budget of the episode, environment and rewards included.
         purpose: what the trajectory is for.
         worker: who plays, for the record.
+        journal: hears of what is sampled, and knows what an earlier owner of this attempt has left.
 
     Returns:
         A trajectory with a reward or a failure.
@@ -82,7 +85,7 @@ async def play_episode(
     episode = _Episode(
         prompt=group.prompt,
         trajectory_id=identity,
-        sampler=TurnSampler(engine, tokenizer, sampling),
+        sampler=TurnSampler(engine, tokenizer, sampling, journal),
         scorer=scorer,
         clock=_Clock(wall_seconds),
     )

@@ -4,6 +4,7 @@ Invariant: the segments are sampled ones, in order, split where the version chan
 This module knows neither how an engine is reached nor what an episode does with the tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,13 +42,20 @@ class Generation:
         return np.concatenate([s.token_ids for s in self.segments]) if self.segments else np.empty(0, np.int32)
 
 
+OnSegment = Callable[[Segment], None]
+"""Hears of every new part of an answer while it is sampled."""
+
+
 class Generator(Protocol):
     """The part of an engine that an episode needs."""
 
-    async def generate(self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, /) -> Generation:
+    async def generate(
+        self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, on_segment: OnSegment | None = None, /
+    ) -> Generation:
         """Continue `input_ids` (T,) int32. Cancelling the call must abort the request at the engine.
 
-        `request_id` is new for every call and has 32 characters.
+        `request_id` is new for every call and has 32 characters. An engine that dies on the way may answer with what had
+        come, as aborted, if `on_segment` was given.
 
         Raises:
             EngineError: the engine answered wrongly, or not at all.

@@ -8,6 +8,7 @@ from laminar.types import ClaimedGroup, Purpose, SamplingParameters, Trajectory
 from rollout.environments.factory import build_environment_factory
 from rollout.episode import play_episode
 from rollout.generation import Generator
+from rollout.journal import Journal
 from rollout.rewards.scorer import build_scorer
 from rollout.tokens import load_tokenizer
 
@@ -21,7 +22,15 @@ class Player:
         self._make_environment = build_environment_factory(config.environment)
         self._scorer = build_scorer(config.rewards)
 
-    async def play(self, engine: Generator, group: ClaimedGroup, member: int, attempt: int, purpose: Purpose) -> Trajectory:
+    async def play(
+        self,
+        engine: Generator,
+        group: ClaimedGroup,
+        member: int,
+        attempt: int,
+        purpose: Purpose,
+        journal: Journal | None = None,
+    ) -> Trajectory:
         """Play one member to a reward or a failure; see `play_episode`."""
         return await play_episode(
             group=group,
@@ -36,6 +45,7 @@ class Player:
             wall_seconds=self._config.environment.wall_seconds,
             purpose=purpose,
             worker=self._worker,
+            journal=journal,
         )
 
 

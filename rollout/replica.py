@@ -18,11 +18,11 @@ from pathlib import Path
 
 from laminar.config.rollout import EngineConfig
 from laminar.errors import DeadlineError, EngineError, RelayError
-from laminar.types import Int32Array, SamplingParameters, WeightVersion
+from laminar.types import Int32Array, SamplingParameters, WeightVersion, sampled
 from relay.puller import Puller
-from rollout.engines.client import EngineClient
+from rollout.engines.client import BrokenAnswerError, EngineClient, OnTokens
 from rollout.engines.process import EngineProcess
-from rollout.generation import Generation
+from rollout.generation import Generation, OnSegment
 
 logger = logging.getLogger("laminar.rollout.replica")
 
@@ -123,13 +123,17 @@ class Replica:
             await self._process.kill()
         self._process = self._client = None
 
-    async def generate(self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, /) -> Generation:
+    async def generate(
+        self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, on_segment: OnSegment | None = None, /
+    ) -> Generation:
         """Continue `input_ids` (T,) int32 once the weights are known; a cancelled caller's request is aborted.
 
         Args:
             input_ids: prompt and whatever was sampled or given after it.
             sampling: how tokens are drawn.
             request_id: the caller's name for it, for the log; the engine gets one of its own.
+            on_segment: if given, hears of every new part. If the engine then dies, the answer is what had come, as aborted:
+                the caller asks again for the rest.
 
         Raises:
             EngineError: the engine answered wrongly, or not at all.
@@ -137,8 +141,13 @@ class Replica:
         """
         await self.wait_ready(self._config.start_seconds)
         client, engine_id = self.client, uuid.uuid4().hex
+        on_tokens = None if on_segment is None else as_segments(on_segment, masked_heads=self._config.swap == "in_place")
         try:
-            return await client.generate(input_ids, sampling, engine_id)
+            return await client.generate(input_ids, sampling, engine_id, on_tokens)
+        except BrokenAnswerError as error:
+            logger.info("request %s: %s; %d tokens are kept", request_id, error, error.received.num_tokens)
+            await self.probe(client)
+            return error.received
         except (EngineError, DeadlineError):
             await self.probe(client)
             raise
@@ -241,3 +250,16 @@ class Replica:
                 await self._changed.wait_for(condition)
         except TimeoutError:
             raise DeadlineError(name, seconds) from None
+
+
+def as_segments(on_segment: OnSegment, *, masked_heads: bool) -> OnTokens:
+    """Turn an engine's parts into segments; with `masked_heads` a later version's first token is masked (in-place swaps)."""
+    last: WeightVersion | None = None
+
+    def on_tokens(ids: list[int], logprobs: list[float], version: WeightVersion) -> None:
+        nonlocal last
+        masked = int(masked_heads and last is not None and version != last)
+        last = version
+        on_segment(sampled(ids, logprobs, version, masked))
+
+    return on_tokens

@@ -10,7 +10,7 @@ import numpy as np
 
 from laminar.errors import EngineError
 from laminar.types import FinishReason, Int32Array, Message, SamplingParameters, WeightVersion, sampled
-from rollout.generation import Generation
+from rollout.generation import Generation, OnSegment
 
 VERSION = WeightVersion(0, 0)
 
@@ -34,7 +34,13 @@ class ScriptedEngine:
         self._script = list(script)
         self.requests: list[Request] = []
 
-    async def generate(self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str) -> Generation:
+    async def generate(
+        self,
+        input_ids: Int32Array,
+        sampling: SamplingParameters,
+        request_id: str,
+        on_segment: OnSegment | None = None,
+    ) -> Generation:
         """The next answer.
 
         Raises:
@@ -46,7 +52,11 @@ class ScriptedEngine:
         answer = self._script.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer if isinstance(answer, Generation) else _generation(answer, sampling.max_new_tokens)
+        generation = answer if isinstance(answer, Generation) else _generation(answer, sampling.max_new_tokens)
+        if on_segment is not None:
+            for segment in generation.segments:
+                on_segment(segment)
+        return generation
 
 
 class CodePointTokenizer:

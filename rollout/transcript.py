@@ -45,6 +45,10 @@ class Transcript:
         """(T,) int32: what the open turn has sampled so far."""
         return Chain(tuple(self._segments[self._turn_segment :])).token_ids()
 
+    def turn_segments(self) -> tuple[Segment, ...]:
+        """The segments that the open turn has sampled so far."""
+        return tuple(self._segments[self._turn_segment :])
+
     def chains(self) -> tuple[Chain, ...]:
         """The record as a trajectory stores it; empty if nothing was ever said."""
         return (Chain(tuple(self._segments)),) if self._segments else ()

@@ -33,13 +33,17 @@ from laminar.errors import (
 from laminar.experience.answers import SubmitOutcome
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
+from laminar.experience.partial import Partial, PartialPool
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import Puller, open_puller
+from rollout.environments.factory import is_resumable
 from rollout.evaluation import EvaluationResult, evaluate
+from rollout.journal import Journal
 from rollout.player import Player
+from rollout.recorder import PartialRecorder
 from rollout.replica import Replica
 from rollout.start_engine import engine_starter
 
@@ -74,6 +78,9 @@ class RolloutWorker:
         self._failures: Counter[str] = Counter()
         self._num_ended = 0
         self._num_aborted = 0
+        self._resumed_tokens = 0
+        self._full_since: float | None = None
+        self._producer_wait_seconds = 0.0
         self._tokens_of_dead_engines = 0
         self._engine_tokens = 0
 
@@ -91,6 +98,11 @@ class RolloutWorker:
         self._redis, self._player, self._puller, self._replica = client, player, puller, replica
         self._store = ExperienceStore(client, self._context.run_id)
         self._pool, self._buffer = PromptPool(self._store), ExperienceBuffer(self._store)
+        self._recorder = PartialRecorder(
+            PartialPool(self._store),
+            batch_tokens=self._config.experience.partial_tokens,
+            is_resumable=is_resumable(self._config.environment),
+        )
         self._telemetry = TelemetryWriter(client, self._context.run_id, self._context.role)
         await replica.start()
 
@@ -102,7 +114,7 @@ class RolloutWorker:
         """
         loops = [
             self._claim_groups(), self._follow_weights(), self._renew_leases(), self._follow_events(), self._keep_engine(),
-            self._report(),
+            self._report(), self._recorder.run(),
         ]  # fmt: skip
         try:
             async with asyncio.TaskGroup() as group:
@@ -162,6 +174,7 @@ class RolloutWorker:
             if room > 0 and version is not None and not self._replica.is_closed:
                 claim = await self._pool.claim(self._context.role, version, room, self._rollout.lease_seconds)
                 granted = len(claim.groups)
+                self._note_full_buffer(claim.refused == "bytes" and not granted)
                 for group in claim.groups:
                     self._held.add(group.group_id)
                     self._groups[group.group_id] = self._group.create_task(self._play_group(group))
@@ -170,20 +183,21 @@ class RolloutWorker:
 
     async def _play_group(self, group: ClaimedGroup) -> None:
         try:
+            left = await self._recorder.adopt(group)
             async with asyncio.TaskGroup() as members:
                 for member in group.members:
-                    members.create_task(self._play_member(group, member))
+                    members.create_task(self._play_member(group, member, left.get(member)))
             self._held.discard(group.group_id)
         except* LaminarError as failures:
             raise first_error(failures) from None
         finally:
             self._groups.pop(group.group_id, None)
 
-    async def _play_member(self, group: ClaimedGroup, member: int) -> None:
+    async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None) -> None:
         """Play one member and submit the outcome; a failed one is played again as long as the data module says so."""
         try:
             for replay in itertools.count():
-                trajectory = await self._try_member(group, member, replay)
+                trajectory = await self._try_member(group, member, replay, left if not replay else None)
                 self._count(trajectory)
                 outcome = await self._buffer.submit(trajectory, self._context.role)
                 if outcome is not SubmitOutcome.REPLAY:
@@ -194,12 +208,19 @@ class RolloutWorker:
         if outcome.startswith("refused"):
             logger.info("submit %s: %s", trajectory.trajectory_id, outcome)
 
-    async def _try_member(self, group: ClaimedGroup, member: int, replay: int) -> Trajectory:
-        """Play one member until it has a reward, or its attempts are used up."""
+    async def _try_member(self, group: ClaimedGroup, member: int, replay: int, left: Partial | None) -> Trajectory:
+        """Play one member until it has a reward, or its attempts are used up.
+
+        What an earlier owner has left of it is gone on with under its own attempt, on which the noise hangs.
+        """
         first = first_attempt(self._rollout, group.attempt, replay)
-        for attempt in range(first, first + self._rollout.max_attempts):
+        attempts = list(range(first, first + self._rollout.max_attempts))
+        for attempt in [left.attempt, *attempts[1:]] if left else attempts:
+            journal = self._recorder.open(group, member, attempt, left)
             async with self._replica.bind():
-                trajectory = await self._player.play(self._replica, group, member, attempt, Purpose.TRAIN)
+                trajectory = await self._player.play(self._replica, group, member, attempt, Purpose.TRAIN, journal)
+            self._end_record(journal)
+            left = None
             if trajectory.failure is None:
                 break
             self._failures[trajectory.failure.kind] += 1
@@ -207,6 +228,19 @@ class RolloutWorker:
             if trajectory.failure.kind is FailureKind.USER_BUG:
                 break
         return trajectory
+
+    def _note_full_buffer(self, is_full: bool) -> None:
+        """Count the time in which nothing could be claimed because the buffer's bytes were all reserved."""
+        now = time.monotonic()
+        if self._full_since is not None:
+            self._producer_wait_seconds += now - self._full_since
+        self._full_since = now if is_full else None
+
+    def _end_record(self, journal: Journal | None) -> None:
+        """Count what needed not be sampled again; nothing more is put by."""
+        if journal is not None:
+            journal.close()
+            self._resumed_tokens += journal.resumed_tokens
 
     def _count(self, trajectory: Trajectory) -> None:
         """Count an outcome; stop when nearly all of the last ones failed for good."""
@@ -302,6 +336,8 @@ class RolloutWorker:
             "worker/finished_trajectories": self._num_ended,
             "worker/aborted_trajectories": self._num_aborted,
             "worker/version_number": -1 if self._replica.version is None else self._replica.version.number,
+            "experience/producer_wait_seconds": self._producer_wait_seconds,
+            "worker/resumed_tokens": self._resumed_tokens,
             "worker/engine_restarts": self._replica.restarts,
             "weights/swap_seconds": self._replica.last_swap_seconds,
             **{f"rollout/failures_{kind}": count for kind, count in self._failures.items()},

@@ -87,6 +87,9 @@ class ExperienceConfig(Section):
     or `"package.module:function"`."""
     max_bytes: int = Field(4 * 1024**3, ge=1)
     """Payload bytes that admitted groups may hold, reserved at claim."""
+    partial_tokens: int = Field(64, ge=0)
+    """Running trajectories put what they have sampled into the buffer every so many tokens, so that at most these are
+    sampled again when an engine or a worker dies; 0 switches it off."""
 
 
 class StalenessConfig(Section):

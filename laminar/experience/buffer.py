@@ -14,7 +14,7 @@ from laminar.errors import ExperienceError
 from laminar.experience.answers import Counters, Frontier, RestoreReport, Snapshot, SubmitOutcome
 from laminar.experience.payloads import fetch_groups
 from laminar.experience.store import ExperienceStore, unpack
-from laminar.experience.submission import MEMORY_SECONDS, submit_all
+from laminar.experience.submission import MEMORY_SECONDS, Submission
 from laminar.types import EvictionReason, GroupHeader, GroupState, Trajectory, WeightVersion
 
 MAX_REISSUES = 8
@@ -65,7 +65,7 @@ class ExperienceBuffer:
         Raises:
             ExperienceError: the member does not exist, the server is away, or its memory stayed full.
         """
-        return await submit_all(self._store, trajectories, worker, self._memory_seconds)
+        return await Submission(self._store, worker, self._memory_seconds).run(trajectories)
 
     async def peek(self) -> Snapshot:
         """All outstanding groups, and the counters, at one moment."""

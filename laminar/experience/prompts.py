@@ -194,6 +194,7 @@ class PromptPool:
                 prompt=decode_prompt(frame),
                 members=tuple(row["members"]),
                 attempt=row["attempt"],
+                claim=row["claim"],
             )
             for row, frame in zip(granted, frames, strict=True)
         )

@@ -8,9 +8,9 @@ This module does not know what the scripts mean.
 
 import asyncio
 import hashlib
+import os
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ OUTAGE_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 1.0
 SCRIPT_ERROR_MARK = "LAMINAR "
+_encoder = msgspec.msgpack.Encoder()
 LOST = (redis.ConnectionError, redis.TimeoutError, ConnectionError, TimeoutError)
 
 
@@ -67,14 +68,23 @@ class ExperienceStore:
         command = self.command(script, request_id or new_request_id(), arguments)
         return await self.insist(script, lambda: self._evaluate(script, command))
 
-    def command(self, script: str, request_id: str, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The EVALSHA command of a script, for pipelines."""
+    def command(self, script: str, request_id: str, arguments: Mapping[str, Any], *payload: bytes) -> tuple[Any, ...]:
+        """The EVALSHA command of a script, for pipelines; bytes go beside the arguments, which the script reads."""
         _, digest = _script(script)
-        return ("EVALSHA", digest, 1, self.prefix, request_id, msgspec.msgpack.encode(arguments))
+        return ("EVALSHA", digest, 1, self.prefix, request_id, _encoder.encode(arguments), *payload)
 
-    async def load(self, script: str) -> None:
-        """Give the script to the server."""
-        await self.client.script_load(_script(script)[0])
+    def batch(self, script: str, requests: Iterable[tuple[str, Mapping[str, Any], bytes]]) -> tuple[Any, ...]:
+        """The command that runs a script for many (request id, arguments, payload), answered by a list.
+
+        They see one moment; settings and headers are read once; an error among the answers is a value.
+        """
+        _, digest = _script(script, repeated=True)
+        parts = [part for name, arguments, payload in requests for part in (name, _encoder.encode(arguments), payload)]
+        return ("EVALSHA", digest, 1, self.prefix, *parts)
+
+    async def load(self, script: str, *, repeated: bool = False) -> None:
+        """Give the script, or its form for many requests, to the server."""
+        await self.client.script_load(_script(script, repeated=repeated)[0])
 
     async def insist(self, name: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat an idempotent request while the server cannot be reached.
@@ -122,7 +132,7 @@ class ExperienceStore:
 
 def new_request_id() -> str:
     """A name that no other request has."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def unpack(packed: Any) -> Any:
@@ -141,9 +151,11 @@ def _event(row_id: bytes, fields: Mapping[bytes, bytes]) -> Event:
 
 
 @cache
-def _script(name: str) -> tuple[str, str]:
-    """A script's text, with the prelude after its first line, and its digest."""
+def _script(name: str, *, repeated: bool = False) -> tuple[str, str]:
+    """A script's text, with the prelude after its first line, and its digest; or the same as the body of a loop."""
     folder = resources.files("laminar.experience") / "scripts"
     first, _, body = (folder / f"{name}.lua").read_text(encoding="utf-8").partition("\n")
+    if repeated:
+        body = (folder / "repeat.lua").read_text(encoding="utf-8").replace("-- BODY", body)
     text = "\n".join((first, (folder / "prelude.lua").read_text(encoding="utf-8"), body))
     return text, hashlib.sha1(text.encode()).hexdigest()

@@ -1,7 +1,8 @@
-"""How trajectories are handed in: payload, then the script that links it, in one pipeline.
+"""How trajectories are handed in: payloads and what to know of them, many in one script call, two calls under way at once.
 
-Invariants: every try of one call uses the same request id and payload key, so a repeated try changes nothing; another call,
-even for the same trajectory, has its own key and cannot overwrite what was accepted. A payload that is never linked expires.
+Invariants: a payload is stored by the very script that links it; every try of one call uses the same request id and payload
+key, so a repeated try changes nothing; another call, even for the same trajectory, has its own key and cannot overwrite what
+was accepted.
 """
 
 import asyncio
@@ -22,8 +23,11 @@ from laminar.types import Trajectory
 MEMORY_SECONDS = 600.0
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 2.0
-UNLINKED_SECONDS = 600
-PER_PIPELINE = 32
+MAX_AT_ONCE = 64
+MAX_BYTES_AT_ONCE = 512 * 1024
+"""A script call blocks the server for about a millisecond; what is far larger than a socket's buffer is sent slowly."""
+CALLS_UNDER_WAY = 2
+"""The server works on one call while the next one is encoded."""
 MAX_FAILURE_CHARACTERS = 500
 
 
@@ -31,52 +35,77 @@ MAX_FAILURE_CHARACTERS = 500
 class _Parcel:
     """One trajectory on its way."""
 
+    place: int
     request_id: str
-    payload_key: str
     payload: bytes
     arguments: dict[str, Any]
 
 
-async def submit_all(
-    store: ExperienceStore, trajectories: Sequence[Trajectory], worker: str, memory_seconds: float
-) -> list[SubmitOutcome]:
-    """Submit in pipelines; what the server had no memory for is sent again until it has.
+class Submission:
+    """One call's trajectories.
 
-    Raises:
-        ExperienceError: a script refused, the server is away, or its memory stayed full.
+    Args:
+        store: the run's data.
+        worker: who played them.
+        memory_seconds: how long to wait for a server whose memory is full.
     """
-    outcomes: dict[int, SubmitOutcome] = {}
-    parcels = [_parcel(trajectory, worker) for trajectory in trajectories]
-    started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
-    while True:
-        open_places = [i for i in range(len(parcels)) if i not in outcomes]
-        for first in range(0, len(open_places), PER_PIPELINE):
-            places = open_places[first : first + PER_PIPELINE]
-            waited = time.monotonic() - started if pause > FIRST_PAUSE_SECONDS else 0.0
-            answers = await store.insist("submit", partial(_send, store, [parcels[i] for i in places], waited))
-            outcomes |= {i: outcome for i, outcome in zip(places, answers, strict=True) if outcome is not None}
-        if len(outcomes) == len(parcels):
-            return [outcomes[i] for i in range(len(parcels))]
-        if time.monotonic() - started > memory_seconds:
-            raise ExperienceError(
-                f"Redis has had no memory for {len(parcels) - len(outcomes)} trajectories for {memory_seconds:.0f} s; "
-                "raise its maxmemory, or lower experience.max_bytes"
-            )
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def __init__(self, store: ExperienceStore, worker: str, memory_seconds: float) -> None:
+        self._store, self._worker, self._memory_seconds = store, worker, memory_seconds
+        self._outcomes: dict[int, SubmitOutcome] = {}
+
+    async def run(self, trajectories: Sequence[Trajectory]) -> list[SubmitOutcome]:
+        """Submit all.
+
+        Raises:
+            ExperienceError: a script refused, the server is away, or its memory stayed full.
+        """
+        limit = asyncio.Semaphore(CALLS_UNDER_WAY)
+        parcels: list[_Parcel] = []
+        num_bytes = 0
+        try:
+            async with asyncio.TaskGroup() as calls:
+                for place, trajectory in enumerate(trajectories):
+                    parcels.append(_parcel(place, trajectory, self._worker))
+                    num_bytes += len(parcels[-1].payload)
+                    is_full = len(parcels) >= MAX_AT_ONCE or num_bytes >= MAX_BYTES_AT_ONCE
+                    if is_full or place + 1 == len(trajectories):
+                        await limit.acquire()
+                        call = calls.create_task(self._insist(parcels))
+                        call.add_done_callback(lambda _: limit.release())
+                        parcels, num_bytes = [], 0
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+        return [self._outcomes[place] for place in range(len(trajectories))]
+
+    async def _insist(self, parcels: list[_Parcel]) -> None:
+        """Send until the server has memory for all."""
+        started, waited, pause = time.monotonic(), 0.0, FIRST_PAUSE_SECONDS
+        while True:
+            answers = await self._store.insist("submit", partial(_send, self._store, parcels, waited))
+            self._outcomes |= {p.place: o for p, o in zip(parcels, answers, strict=True) if o is not None}
+            parcels = [parcel for parcel, outcome in zip(parcels, answers, strict=True) if outcome is None]
+            if not parcels:
+                return
+            if time.monotonic() - started > self._memory_seconds:
+                raise ExperienceError(
+                    f"Redis has had no memory for {len(parcels)} trajectories for {self._memory_seconds:.0f} s; "
+                    "raise its maxmemory, or lower experience.max_bytes"
+                )
+            await asyncio.sleep(pause)
+            pause, waited = min(2 * pause, LONGEST_PAUSE_SECONDS), time.monotonic() - started
 
 
-def _parcel(trajectory: Trajectory, worker: str) -> _Parcel:
-    oldest, newest = trajectory.oldest, trajectory.newest
-    good = trajectory.failure is None
+def _parcel(place: int, trajectory: Trajectory, worker: str) -> _Parcel:
+    oldest, newest, failure = trajectory.oldest, trajectory.newest, trajectory.failure
+    good = failure is None
     if good and (oldest is None or newest is None):
         raise InvariantError(f"trajectory {trajectory.trajectory_id} has a reward but no sampled token")
     request_id = new_request_id()
-    payload_name = f"payload:{trajectory.trajectory_id}:{request_id}"
     payload = encode_trajectory(trajectory) if good else b""
     return _Parcel(
+        place=place,
         request_id=request_id,
-        payload_key=payload_name,
         payload=payload,
         arguments={
             "group": trajectory.group_id,
@@ -84,49 +113,35 @@ def _parcel(trajectory: Trajectory, worker: str) -> _Parcel:
             "attempt": trajectory.attempt,
             "worker": worker,
             "good": good,
-            "kind": trajectory.failure.kind.value if trajectory.failure else "",
-            "text": trajectory.failure.text[:MAX_FAILURE_CHARACTERS] if trajectory.failure else "",
+            "kind": failure.kind.value if failure else "",
+            "text": failure.text[:MAX_FAILURE_CHARACTERS] if failure else "",
             "bytes": len(payload),
             "tokens": trajectory.num_sampled_tokens,
             "oldest": oldest.number if oldest else 0,
             "newest": newest.number if newest else 0,
-            "payload": payload_name,
+            "payload": f"payload:{trajectory.trajectory_id}:{request_id}",
+            "waited_ms": 0,
         },
     )
 
 
 async def _send(store: ExperienceStore, parcels: list[_Parcel], waited_seconds: float) -> list[SubmitOutcome | None]:
-    """One pipeline; None where the server lacks memory."""
-    answers = await _pipeline(store, parcels, waited_seconds)
-    if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
-        await store.load("submit")
-        answers = await _pipeline(store, parcels, waited_seconds)
+    """One script call; None where the server lacks memory."""
+    for parcel in parcels:
+        parcel.arguments["waited_ms"] = round(waited_seconds * 1000)
+    command = store.batch("submit", [(parcel.request_id, parcel.arguments, parcel.payload) for parcel in parcels])
+    try:
+        try:
+            answers = await store.client.execute_command(*command)
+        except redis.exceptions.NoScriptError:
+            await store.load("submit", repeated=True)
+            answers = await store.client.execute_command(*command)
+    except redis.exceptions.OutOfMemoryError:
+        return [None] * len(parcels)
     return [_outcome(answer) for answer in answers]
 
 
-async def _pipeline(store: ExperienceStore, parcels: list[_Parcel], waited_seconds: float) -> list[Any]:
-    """The scripts' answers, errors as values. A payload without its script, or the other way round, changes nothing."""
-    async with store.client.pipeline(transaction=False) as pipeline:
-        for parcel in parcels:
-            if parcel.payload:
-                pipeline.set(store.key(parcel.payload_key), parcel.payload, nx=True, ex=UNLINKED_SECONDS)
-            arguments = parcel.arguments | {"waited_ms": round(waited_seconds * 1000)}
-            pipeline.execute_command(*store.command("submit", parcel.request_id, arguments))
-        answers = await pipeline.execute(raise_on_error=False)
-    scripts: list[Any] = []
-    for parcel in parcels:
-        if parcel.payload:
-            answers.pop(0)
-        scripts.append(answers.pop(0))
-    return scripts
-
-
-def _outcome(answer: Any) -> SubmitOutcome | None:
-    if isinstance(answer, redis.exceptions.OutOfMemoryError):
-        return None
+def _outcome(answer: Any) -> SubmitOutcome:
     if isinstance(answer, redis.ResponseError):
         raise as_experience_error(answer) from answer
-    if isinstance(answer, Exception):
-        raise answer
-    outcome = unpack(answer)
-    return None if outcome == "no_payload" else SubmitOutcome(outcome)
+    return SubmitOutcome(unpack(answer))

@@ -81,6 +81,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("experience/ready_groups", "groups", "complete groups that wait"),
     Metric("experience/open_groups", "groups", "groups being played"),
     Metric("experience/bytes", "bytes", "payload bytes held or reserved"),
+    Metric(
+        "experience/producer_wait_seconds", "s", "no claim was granted, because `max_bytes` was reserved, so far"
+    ),
     Metric("experience/admitted", "trajectories", "admitted so far"),
     Metric("experience/trained", "trajectories", "trained so far"),
     Metric("experience/evicted", "trajectories", "evicted so far"),
@@ -102,6 +105,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("worker/finished_trajectories", "trajectories", "episodes this worker ended so far"),
     Metric("worker/aborted_trajectories", "trajectories", "episodes aborted so far because their group was lost or let go"),
     Metric("worker/version_number", "", "number of the version this worker's engine holds; -1: unknown"),
+    Metric("worker/resumed_tokens", "tokens", "tokens of dead workers that this one did not have to sample again"),
     Metric("worker/engine_restarts", "", "engines this worker restarted"),
     Metric("eval/accuracy", "share", "mean evaluation reward on held-out prompts"),
     Metric("eval/num_prompts", "prompts", "held-out prompts that were answered"),

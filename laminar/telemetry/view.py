@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from laminar.telemetry.stream import Event
 
+SUMMED_OVER_WORKERS = ("experience/producer_wait_seconds", "worker/resumed_tokens")
+"""What each worker counts since its start, shown with every step as a sum over those that run."""
+
 
 @dataclass(slots=True)
 class GenerationMeter:
@@ -93,6 +96,8 @@ class RunView:
         if seconds > 0:
             metrics["throughput/trained_tokens_per_second"] = metrics.get("train/tokens", 0.0) / seconds
             metrics["throughput/generated_tokens_per_second"] = generated / seconds
+        for name in SUMMED_OVER_WORKERS:
+            metrics[name] = sum(worker.get(name, 0.0) for worker in self.workers.values())
         for name, value in metrics.items():
             if name.startswith("staleness/histogram_"):
                 self.staleness[int(name.rpartition("_")[2])] += int(value)

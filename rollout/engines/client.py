@@ -31,6 +31,14 @@ OnTokens = Callable[[list[int], list[float], WeightVersion], None]
 """Called with the ids, log-probs and version of every batch of new tokens."""
 
 
+class BrokenAnswerError(EngineError):
+    """A stream broke off; `received` is what had come, as an aborted answer: nobody has to sample it again."""
+
+    def __init__(self, text: str, received: Generation) -> None:
+        super().__init__(text)
+        self.received = received
+
+
 class EngineClient:
     """Calls one engine.
 
@@ -93,6 +101,7 @@ class EngineClient:
             on_tokens: if given, the answer is streamed and this hears of every new part.
 
         Raises:
+            BrokenAnswerError: the engine broke off after the first part of a stream.
             EngineError: the engine answered wrongly, or not at all.
             DeadlineError: it did not answer in time; the request is aborted.
         """
@@ -102,9 +111,16 @@ class EngineClient:
             return Generation((), FinishReason.ABORT)
         sent_under = self._version
         content = self._request(input_ids, sampling, request_id, stream=on_tokens is not None)
+        stream = None if on_tokens is None else AnswerStream(on_tokens)
         try:
             async with self._exchange("POST", "/generate", content, self._request_seconds) as response:
-                answer = await response.json() if on_tokens is None else await self._read_stream(response, on_tokens)
+                answer = await response.json() if stream is None else await self._read_stream(response, stream)
+        except EngineError as error:
+            if stream is None or not stream.ids:
+                raise
+            received = read_answer(stream.broken_off(), masked_heads=self._swap == "in_place")
+            self._received_tokens += received.num_tokens
+            raise BrokenAnswerError(str(error), received) from error
         except DeadlineError:
             with contextlib.suppress(EngineError, DeadlineError):  # the deadline is the news, not that nobody listens
                 await self.abort(request_id)
@@ -155,30 +171,23 @@ class EngineClient:
             "extra_key": "" if self._version is None else str(self._version),
         }
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, on_tokens: OnTokens) -> dict[str, Any]:
-        """The whole answer of a stream, whether its parts are increments or repeat what came before."""
-        ids: list[int] = []
-        triples: list[Any] = []
-        answer: dict[str, Any] | None = None
-        async for line in response.content:
-            data = line.removeprefix(b"data: ").strip()
-            if not data or data == b"[DONE]":
-                continue
-            answer = json.loads(data)
-            if "error" in answer:
-                raise EngineError(f"{self.url}/generate: {answer['error'].get('message', answer['error'])}")
-            known = len(ids)
-            meta = answer["meta_info"]
-            start = meta.get("completion_tokens", known) - len(answer["output_ids"])
-            ids[start:] = answer["output_ids"]
-            triples[start:] = meta.get("output_token_logprobs") or []
-            if len(ids) > known and len(triples) == len(ids):
-                version = WeightVersion.parse(meta["weight_version"])
-                on_tokens(ids[known:], [triple[0] for triple in triples[known:]], version)
-        if answer is None or not answer["meta_info"]["finish_reason"]:
+    async def _read_stream(self, response: aiohttp.ClientResponse, stream: "AnswerStream") -> dict[str, Any]:
+        """The whole answer of a stream; once its last part has come, the connection's end does not matter."""
+        try:
+            async for line in response.content:
+                data = line.removeprefix(b"data: ").strip()
+                if not data or data == b"[DONE]":
+                    continue
+                answer = json.loads(data)
+                if "error" in answer:
+                    raise EngineError(f"{self.url}/generate: {answer['error'].get('message', answer['error'])}")
+                stream.add(answer)
+        except aiohttp.ClientError:
+            if not stream.is_complete:
+                raise
+        if not stream.is_complete:
             raise EngineError(f"{self.url}/generate: the stream ended before the answer did")
-        answer["output_ids"], answer["meta_info"]["output_token_logprobs"] = ids, triples
-        return answer
+        return stream.whole()
 
     async def abort(self, request_id: str) -> None:
         """End one request; its `generate` returns the partial answer (with SGLang not before the end of a pause)."""
@@ -283,6 +292,49 @@ class EngineClient:
             raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
 
 
+class AnswerStream:
+    """A streamed answer as it grows, whether its parts are increments or repeat what came before."""
+
+    def __init__(self, on_tokens: OnTokens) -> None:
+        self.ids: list[int] = []
+        self._triples: list[Any] = []
+        self._meta: dict[str, Any] = {}
+        self._on_tokens = on_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last part has come."""
+        return bool(self._meta.get("finish_reason"))
+
+    def add(self, answer: dict[str, Any]) -> None:
+        """Take one part, and pass on its new tokens, once for each version among them."""
+        known, meta = len(self.ids), answer["meta_info"]
+        start = meta.get("completion_tokens", known) - len(answer["output_ids"])
+        self.ids[start:] = answer["output_ids"]
+        self._triples[start:] = meta.get("output_token_logprobs") or []
+        self._meta = meta
+        if len(self.ids) == len(self._triples):
+            for span in spans_of(meta, len(self.ids)):
+                new = slice(max(span["start"], known), span["end"])
+                if ids := self.ids[new]:
+                    logprobs = [triple[0] for triple in self._triples[new]]
+                    self._on_tokens(ids, logprobs, WeightVersion.parse(span["version"]))
+
+    def whole(self) -> dict[str, Any]:
+        """The answer as if it had not been streamed."""
+        return {"output_ids": self.ids, "meta_info": self._meta | {"output_token_logprobs": self._triples}}
+
+    def broken_off(self) -> dict[str, Any]:
+        """What has come, as an aborted answer."""
+        self._meta["finish_reason"] = {"type": "abort", "message": "the stream broke off"}
+        return self.whole()
+
+
+def spans_of(meta: dict[str, Any], num_tokens: int) -> list[dict[str, Any]]:
+    """Which version sampled which tokens: version, start, end."""
+    return meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
+
+
 def error_text(text: str) -> str:
     """The message inside an error answer, or the answer itself."""
     try:
@@ -316,7 +368,7 @@ def read_answer(answer: dict[str, Any], *, masked_heads: bool, sent_under: Weigh
     if not bool(np.isfinite(logprobs).all()):
         raise EngineError(f"request {meta.get('id')}: a log-prob is not finite")
     segments: list[Segment] = []
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
+    spans = spans_of(meta, len(ids))
     covered = 0
     for span in spans:
         start, end = span["start"], span["end"]

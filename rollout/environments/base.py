@@ -34,7 +34,12 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode's world. Whatever its methods raise becomes a failed trajectory, never a reward of 0."""
+    """One episode's world. Whatever its methods raise becomes a failed trajectory, never a reward of 0.
+
+    A class attribute `resumable = True` says that the same prompt and answers always lead to the same observations: when a
+    worker dies, another makes the environment anew, steps it with the answers that were kept, and goes on from there.
+    Without it the trajectory starts again from its prompt.
+    """
 
     async def reset(self, prompt: Prompt, /) -> Observation:
         """Begin the task."""

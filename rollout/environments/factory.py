@@ -12,6 +12,11 @@ from rollout.environments.base import Environment
 EnvironmentFactory = Callable[[], Environment]
 
 
+def is_resumable(config: EnvironmentConfig) -> bool:
+    """Whether another worker may go on with an episode (`Environment.resumable`)."""
+    return bool(getattr(resolve(config.kind, ENVIRONMENTS, "environment.kind"), "resumable", False))
+
+
 def build_environment_factory(config: EnvironmentConfig) -> EnvironmentFactory:
     """The maker of the environments that the config asks for.
 

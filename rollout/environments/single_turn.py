@@ -7,6 +7,8 @@ from rollout.environments.base import Observation, StepResult
 class SingleTurn:
     """One question, one answer."""
 
+    resumable = True
+
     async def reset(self, prompt: Prompt) -> Observation:
         """The prompt itself."""
         return Observation(prompt.content)

@@ -88,6 +88,9 @@ async def test_unbounded_staleness_is_limited_by_bytes_only(make_run):
     run = await make_run(max_staleness=None, max_bytes=50_000, bytes_per_group=1000)
     claim = await run.claim("0.0")
     assert (len(claim.groups), claim.refused) == (50, "bytes")
+    for _ in range(2):
+        assert (await run.claim("0.0")).refused == "bytes"
+    assert (await run.buffer.counters()).refused_claims == {"bytes": 2}
 
 
 async def test_reserved_bytes_become_the_real_size_when_members_arrive(make_run, trajectory_maker):

@@ -27,7 +27,7 @@ if args.number > run.published then
 end
 
 local function grant(header)
-  header.owner, header.expired = args.worker, false
+  header.owner, header.expired, header.claim = args.worker, false, (header.claim or 0) + 1
   save(header)
   call('ZREM', UNOWNED, header.id)
   call('ZADD', LEASES, now_ms + args.lease_ms, header.id)
@@ -43,6 +43,7 @@ local function grant(header)
     prompt = header.prompt,
     members = missing,
     attempt = header.attempt,
+    claim = header.claim,
   })
 end
 
@@ -50,9 +51,10 @@ reap(0)
 for _, id in ipairs(call('ZRANGE', UNOWNED, 0, 255)) do
   if #granted >= args.max_groups then break end
   local header = load(id)
-  if args.number >= (header.done_oldest or header.oldest) or fits(header.bound, num_outstanding() - 1, args.number) then
-    header.oldest = math.min(header.done_oldest or args.number, args.number)
-    header.newest = math.max(header.done_newest or args.number, args.number)
+  local oldest, newest = surviving(header)
+  if args.number >= (oldest or header.oldest) or fits(header.bound, num_outstanding() - 1, args.number) then
+    header.oldest = math.min(oldest or args.number, args.number)
+    header.newest = math.max(newest or args.number, args.number)
     if header.expired then header.attempt = header.attempt + 1 end
     grant(header)
   end

@@ -1,8 +1,8 @@
--- Put before every script. KEYS[1]: the run's key prefix. ARGV[1]: request id. ARGV[2]: the arguments, a msgpack map.
+-- Put before every script. KEYS[1]: the run's key prefix. ARGV: request id, the arguments (a msgpack map), perhaps a payload.
 -- A header is one outstanding group; README.md lists its fields and draws its states. Counters count trajectories.
 
 local call, pack, unpack_value = redis.call, cmsgpack.pack, cmsgpack.unpack
-local prefix, request, args = KEYS[1], ARGV[1], unpack_value(ARGV[2])
+local prefix, request, args, payload = KEYS[1], ARGV[1], unpack_value(ARGV[2]), ARGV[3]
 local RUN, COUNTERS, EVENTS = prefix .. 'run', prefix .. 'counters', prefix .. 'events'
 local HEADERS, OUTSTANDING, HELD = prefix .. 'headers', prefix .. 'outstanding', prefix .. 'held'
 local LEASES, UNOWNED, REISSUE = prefix .. 'leases', prefix .. 'unowned', prefix .. 'reissue'
@@ -38,8 +38,16 @@ local function answer(value)
   return packed
 end
 
+-- While a script runs for many requests, headers and counters are written once, at its end (`repeat.lua`).
+local late
+
 local function count(name, number)
-  if number ~= 0 then call('HINCRBY', COUNTERS, name, number) end
+  if number == 0 then return end
+  if late then
+    late.counts[name] = (late.counts[name] or 0) + number
+  else
+    call('HINCRBY', COUNTERS, name, number)
+  end
 end
 
 local function event(kind, group, detail)
@@ -47,12 +55,17 @@ local function event(kind, group, detail)
 end
 
 local function load(id)
+  if late and late.headers[id] then return late.headers[id] end
   local packed = call('HGET', HEADERS, id)
   return packed and unpack_value(packed)
 end
 
 local function save(header)
-  call('HSET', HEADERS, header.id, pack(header))
+  if late then
+    late.headers[header.id] = header
+  else
+    call('HSET', HEADERS, header.id, pack(header))
+  end
 end
 
 local function num_outstanding()
@@ -65,7 +78,8 @@ local function fits(bound, outstanding, engine)
 end
 
 local function reserve(header, bytes)
-  set('reserved', (run.reserved or 0) + bytes - header.reserved)
+  run.reserved = (run.reserved or 0) + bytes - header.reserved
+  if late then late.reserved = true else set('reserved', run.reserved) end
   header.reserved = bytes
 end
 
@@ -82,7 +96,39 @@ local function drop_payloads(id, each)
   return bytes
 end
 
+-- What is stored of a running member's tokens: its description, the tokens in chunks beside it.
+local function load_partial(id, member)
+  local packed = call('HGET', prefix .. 'partials:' .. id, member)
+  return packed and unpack_value(packed)
+end
+
+local function drop_partial(id, member)
+  local partial = load_partial(id, member)
+  if not partial then return end
+  local fields = { member }
+  for i = 0, partial.chunks - 1 do
+    table.insert(fields, member .. ':' .. i)
+  end
+  for first = 1, #fields, 1000 do
+    call('HDEL', prefix .. 'partials:' .. id, unpack(fields, first, math.min(first + 999, #fields)))
+  end
+end
+
+-- Oldest and newest number of the tokens that a group in flight keeps when it changes hands; nil if there are none.
+local function surviving(header)
+  local oldest, newest = header.done_oldest, header.done_newest
+  for member = 0, header.size - 1 do
+    local partial = load_partial(header.id, member)
+    if partial then
+      oldest = math.min(oldest or partial.oldest, partial.oldest)
+      newest = math.max(newest or partial.newest, partial.newest)
+    end
+  end
+  return oldest, newest
+end
+
 local function forget(header)
+  if late then late.headers[header.id] = nil end
   call('HDEL', HEADERS, header.id)
   call('ZREM', OUTSTANDING, header.id)
   call('ZREM', LEASES, header.id)
@@ -110,6 +156,7 @@ local function leave(header, bucket, detail)
   local is_dropped = bucket == 'evicted' and detail ~= 'orphaned'
   if is_dropped then count('dropped_length:unfinished', running) end
   drop_payloads(header.id, is_dropped and count_dropped or nil)
+  call('UNLINK', prefix .. 'partials:' .. header.id)
   forget(header)
   event(bucket, header.id, detail or '')
 end
@@ -122,6 +169,7 @@ local function complete(header)
   if header.good < header.min_good then
     return leave(header, 'failed', 'too_few_siblings')
   end
+  call('UNLINK', prefix .. 'partials:' .. header.id)
   header.state, header.oldest, header.newest = 'ready', header.done_oldest, header.done_newest
   save(header)
 end

@@ -2,7 +2,6 @@
 -- args: group, member, attempt, worker, good, kind, text, bytes, tokens, oldest, newest, payload (key without prefix), waited_ms.
 -- The request id is kept in the member's record: a repeated request is known by it for as long as the group exists.
 local function refuse(outcome)
-  call('UNLINK', prefix .. args.payload)
   return pack(outcome)
 end
 
@@ -39,12 +38,11 @@ if not args.good and run.group_failure == 'refill' and args.kind ~= 'user_bug' a
   return answer('replay')
 end
 
-if args.good and call('PERSIST', prefix .. args.payload) == 0 and call('EXISTS', prefix .. args.payload) == 0 then
-  return pack('no_payload')
-end
+if args.good then call('SET', prefix .. args.payload, payload) end
 call('HSET', members, args.member, pack({
   request = request, attempt = args.attempt, bytes = args.bytes, tokens = args.tokens, payload = args.good and args.payload or nil,
 }))
+if header.has_partial then drop_partial(args.group, args.member) end
 count('running', -1)
 count('waited_for_memory_ms', args.waited_ms)
 header.done = header.done + 1

@@ -1,0 +1,215 @@
+"""How fast is the data module? `python -m benchmarks.buffer [--quick] [--peer-python PATH]`.
+
+Trajectories of 200 and of 16,000 tokens go from 1 and from 4 producer processes through submit, take, fetch and ack, over
+the bundled Valkey (unix socket, append-only file on). Wall seconds from the first submit to the last ack; start-up and
+claims are not counted, encoding and decoding are. Side by side in one run, order alternated, medians:
+
+- bare: the same bytes by pipelined XADD and XREAD on the same server, nothing else done with them. Bar: 0.5x of it for
+  16,000 tokens, 0.2x for 200.
+- pickle: one XADD a trajectory, pickled, no pipeline; read one by one. Bar: ahead.
+- peer: TransferQueue 0.1.11 (kv_batch_put, kv_batch_get, kv_clear), put by one client, since its clients are Ray drivers or
+  actors. Needs an interpreter that has it (`--peer-python`); left out, and said so, without. Bar: ahead.
+- flat: milliseconds a 200-token trajectory with 1,000 and with 100,000 (--quick: 20,000) others buffered. Bar: within 20 %.
+- fetch (full mode only): 1,024 trajectories of 16,000 tokens read by 1, 2 and 4 ranks at once.
+
+The printed value is the worst ratio to its bar over all bars that were measured.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.buffer_peer import measure_peer
+from benchmarks.buffer_sides import GROUP_SIZE, Producers, Side, make_trajectory, run_bare, run_ours, run_pickle
+from laminar.experience.buffer import ExperienceBuffer
+from laminar.experience.client import connect
+from laminar.experience.prompts import PromptPool
+from laminar.experience.server import EmbeddedServer
+from laminar.experience.store import ExperienceStore
+from laminar.types import GroupState, Prompt, WeightVersion
+
+SIDES: dict[str, Side] = {"ours": run_ours, "bare": run_bare, "pickle": run_pickle}
+BARS = {"bare_200": 0.2, "bare_16000": 0.5, "pickle": 1.0, "peer": 1.0}
+FLAT_BAR = 1.2
+WINDOW = 1024
+"""Trajectories in one step of the flatness and fetch measurements."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    counts: dict[int, int]
+    repeats: int
+    most_buffered: int
+    deadline_seconds: float
+
+
+QUICK = Plan({200: 2048, 16_000: 192}, 3, 20_000, 22.0)
+FULL = Plan({200: 16_384, 16_000: 1024}, 5, 100_000, 1e9)
+
+
+def measure_sides(server: EmbeddedServer, plan: Plan) -> dict[str, dict[str, float]]:
+    """Trajectories a second of every side, length and number of producers."""
+    deadline = time.perf_counter() + plan.deadline_seconds
+    figures: dict[str, dict[str, float]] = {}
+    with Producers(4) as producers:
+        for num_tokens, count in plan.counts.items():
+            for num_producers in (1, 4):
+                seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+                for repeat in range(plan.repeats):
+                    if repeat and time.perf_counter() > deadline:
+                        break
+                    for name in list(SIDES) if repeat % 2 == 0 else reversed(SIDES):
+                        seconds[name].append(SIDES[name](server.url, producers, num_producers, num_tokens, count))
+                rates = {name: count / statistics.median(values) for name, values in seconds.items()}
+                figures[f"{num_tokens}x{num_producers}"] = rates | {
+                    "ours_megabytes_per_second": rates["ours"] * num_tokens * 8 / 1e6,
+                    "runs": len(seconds["ours"]),
+                }
+                print(f"{num_tokens}x{num_producers}", {k: round(v, 1) for k, v in rates.items()}, flush=True)
+    return figures
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A run with many groups claimed, some of which are submitted."""
+
+    buffer: ExperienceBuffer
+    groups: list[str]
+
+    async def submit(self, first: int, count: int, num_tokens: int) -> None:
+        """Play groups from place `first` on."""
+        ids = self.groups[first : first + count // GROUP_SIZE]
+        for start in range(0, len(ids), 8):
+            part = [make_trajectory(g, m, num_tokens) for g in ids[start : start + 8] for m in range(GROUP_SIZE)]
+            await self.buffer.submit_many(part, "w")
+
+    async def step(self, step: int) -> None:
+        """Take, read and let go the oldest ready groups."""
+        headers = (await self.buffer.peek()).headers
+        ready = [header.group_id for header in headers if header.state is GroupState.READY][: WINDOW // GROUP_SIZE]
+        await self.buffer.take(0, step, ready)
+        await self.buffer.fetch(ready)
+        await self.buffer.publish(0, step)
+        await self.buffer.ack(0, step)
+
+
+async def claimed_run(store: ExperienceStore, num_groups: int) -> Filled:
+    """A run that holds that many claimed groups."""
+    pool, buffer = PromptPool(store), ExperienceBuffer(store)
+    await pool.configure(
+        num_prompts=1, prompts_per_step=1, group_size=GROUP_SIZE, max_staleness=None, max_attempts=1, min_group_size=1,
+        max_bytes=1 << 50, bytes_per_group=1, max_epochs=None, data_seed=0, shuffle=False,
+    )  # fmt: skip
+    await pool.add_prompts([Prompt("0", "")])
+    await buffer.restore(0, 0)
+    groups: list[str] = []
+    while len(groups) < num_groups:
+        claim = await pool.claim("w", WeightVersion(0, 0), min(500, num_groups - len(groups)), 3600)
+        groups += [group.group_id for group in claim.groups]
+    return Filled(buffer, groups)
+
+
+async def measure_flatness(url: str, levels: Sequence[int]) -> dict[str, float]:
+    """Milliseconds a 200-token trajectory, through a whole step, with so many others buffered; the best of five steps."""
+    client = await connect(url)
+    run = await claimed_run(ExperienceStore(client, "flat"), (levels[-1] + 5 * len(levels) * WINDOW) // GROUP_SIZE)
+    figures, submitted, step, buffered = {}, 0, 0, 0
+    for level in levels:
+        await run.submit(submitted, level - buffered, 200)
+        submitted, buffered = submitted + (level - buffered) // GROUP_SIZE, level
+        samples = []
+        for _ in range(5):
+            step += 1
+            started = time.perf_counter()
+            await run.submit(submitted, WINDOW, 200)
+            await run.step(step)
+            samples.append(time.perf_counter() - started)
+            submitted += WINDOW // GROUP_SIZE
+        figures[str(level)] = min(samples) * 1000 / WINDOW
+    await client.aclose()
+    return figures
+
+
+async def measure_fetch(url: str) -> dict[str, float]:
+    """Megabytes a second when ranks read a batch of 1,024 trajectories of 16,000 tokens, each its share."""
+    client = await connect(url)
+    run = await claimed_run(ExperienceStore(client, "fetch"), WINDOW // GROUP_SIZE)
+    await run.submit(0, WINDOW, 16_000)
+    figures = {}
+    for ranks in (1, 2, 4):
+        processes = []
+        started = time.perf_counter()
+        for rank in range(ranks):
+            share = run.groups[rank::ranks]
+            processes.append(await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "benchmarks.buffer_sides", url, "fetch", *share, stdout=asyncio.subprocess.PIPE
+            ))  # fmt: skip
+        seconds = [float((await process.communicate())[0]) for process in processes]
+        figures[str(ranks)] = WINDOW * 16_000 * 8 / 1e6 / max(seconds)
+        figures[f"{ranks}_with_start_up_seconds"] = time.perf_counter() - started
+    await client.aclose()
+    return figures
+
+
+def judge(sides: dict[str, dict[str, float]], peer: dict[str, float] | None, flat: dict[str, float]) -> dict[str, float]:
+    """Each measured figure over its bar; 1 or more holds."""
+    margins = {}
+    for name, rates in sides.items():
+        length = name.partition("x")[0]
+        margins[f"bare_{name}"] = rates["ours"] / rates["bare"] / BARS[f"bare_{length}"]
+        margins[f"pickle_{name}"] = rates["ours"] / rates["pickle"] / BARS["pickle"]
+        if peer is not None and name.endswith("x1"):
+            margins[f"peer_{length}"] = rates["ours"] / peer[length] / BARS["peer"]
+    costs = list(flat.values())
+    margins["flat"] = FLAT_BAR / (costs[-1] / costs[0])
+    return margins
+
+
+def main() -> int:
+    """Print one JSON line last; exit code 0 whatever the outcome."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="end within 55 s")
+    parser.add_argument("--peer-python", default="", help="an interpreter that has TransferQueue 0.1.11")
+    options = parser.parse_args()
+    plan = QUICK if options.quick else FULL
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder, EmbeddedServer(Path(folder)) as server:
+        sides = measure_sides(server, plan)
+        flat = asyncio.run(measure_flatness(server.url, (1000, plan.most_buffered)))
+        print("flat", flat, flush=True)
+        fetch = None if options.quick else asyncio.run(measure_fetch(server.url))
+    peer = measure_peer(options.peer_python, plan.counts, seconds=20.0 if options.quick else 300.0)
+    margins = judge(sides, peer, flat)
+    result: dict[str, Any] = {
+        "name": "buffer",
+        "value": round(min(margins.values()), 3),
+        "unit": "worst figure over its bar",
+        "bar": 1.0,
+        "holds": min(margins.values()) >= 1.0,
+        "bars": BARS | {"flat": FLAT_BAR},
+        "margins": {name: round(margin, 3) for name, margin in margins.items()},
+        "trajectories_per_second": sides,
+        "peer_trajectories_per_second": peer,
+        "flat_milliseconds": flat,
+        "fetch_megabytes_per_second": fetch,
+        "not_measured": [] if peer else ["peer: no interpreter with TransferQueue 0.1.11 (--peer-python)"],
+        "seconds": round(time.perf_counter() - started, 1),
+        "machine": {"cpus": os.cpu_count(), "load": os.getloadavg(), "threads": 1},
+    }
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
