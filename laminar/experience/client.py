@@ -6,6 +6,8 @@ itself: retrying is safe only around a whole idempotent request, so `ExperienceS
 This module does not know what is stored.
 """
 
+import asyncio
+import time
 from urllib.parse import urlsplit
 
 import redis
@@ -18,15 +20,17 @@ from laminar.errors import ConfigError, EnvironmentSetupError
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 """Longest wait for one answer; a script takes milliseconds, a 64 MB payload over a network takes seconds."""
+PAUSE_SECONDS = 0.1
 MAX_CONNECTIONS = 16
 NEEDED_POLICY = "noeviction"
 
 
-async def connect(url: str) -> Redis:
+async def connect(url: str, *, patience_seconds: float = 0.0) -> Redis:
     """A client whose server has answered once.
 
     Args:
         url: `redis://`, `rediss://` or `unix://`, with user, password and database as redis-py reads them.
+        patience_seconds: how long to ask again while nobody answers, for processes of a run whose server may be restarting.
 
     Raises:
         ConfigError: the URL cannot be read.
@@ -47,7 +51,7 @@ async def connect(url: str) -> Redis:
         ) from None
     client = Redis.from_pool(pool)
     try:
-        await client.ping()
+        await _answer(client, patience_seconds)
     except (redis.RedisError, OSError) as error:
         await client.aclose()
         raise EnvironmentSetupError(
@@ -55,6 +59,18 @@ async def connect(url: str) -> Redis:
             'or set it to "embedded" for the bundled server'
         ) from error
     return client
+
+
+async def _answer(client: Redis, patience_seconds: float) -> None:
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            await client.ping()
+            return
+        except (redis.ConnectionError, redis.TimeoutError, OSError):
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(PAUSE_SECONDS)
 
 
 async def check_server(client: Redis) -> None:
