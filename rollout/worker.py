@@ -39,6 +39,7 @@ from rollout.start_engine import engine_starter
 
 logger = logging.getLogger("laminar.rollout.worker")
 
+CONNECT_SECONDS = 60.0
 CLAIM_PAUSE_SECONDS = 0.03
 """Pause after a claim that was refused."""
 REPORT_SECONDS = 0.5
@@ -67,7 +68,7 @@ class RolloutWorker:
 
     async def start(self) -> None:
         """Connect, wait for weights, start the engine."""
-        self._redis = await connect(self._context.redis_url)
+        self._redis = await connect(self._context.redis_url, patience_seconds=CONNECT_SECONDS)
         store = ExperienceStore(self._redis, self._context.run_id)
         self._pool, self._buffer = PromptPool(store), ExperienceBuffer(store)
         self._telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)

@@ -121,6 +121,11 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("step_*") if path.suffix != ".tmp" and path.is_dir())
 
 
+def oldest_step(root: Path) -> int:
+    """Step of the oldest complete checkpoint; a resume may have to start there. 0 without any."""
+    return min((int(path.name.partition("_")[2]) for path in complete_checkpoints(root)), default=0)
+
+
 def checkpoint_path(root: Path, step: int) -> Path:
     """Folder of a step's checkpoint."""
     return root / f"step_{step:06d}"

@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from laminar.config.root import LaminarConfig
-from laminar.errors import RunFailedError
-from laminar.experience.answers import Snapshot
+from laminar.errors import ExperienceError, RunFailedError
+from laminar.experience.answers import Occurrence, Snapshot
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.plugins import resolve
 from laminar.policies.samplers import SAMPLERS
 from laminar.policies.staleness import BatchPlan, fewest_evictions, plan_batch
-from laminar.types import EvictionReason, GroupHeader, GroupState, Trajectory
+from laminar.types import EvictionReason, GroupHeader, GroupState, Trajectory, WeightVersion
 
 logger = logging.getLogger("laminar.trainer.sampling")
 
@@ -38,6 +38,11 @@ class Batch:
     waited_seconds: float
     seen_rewards: tuple[float, ...]
     snapshot: Snapshot
+
+    @property
+    def occurrences(self) -> tuple[Occurrence, ...]:
+        """The prompts that the groups play."""
+        return tuple(self.snapshot.occurrences[group_id] for group_id in self.group_ids)
 
 
 @dataclass(slots=True)
@@ -78,10 +83,16 @@ class BatchSource:
 
         Raises:
             RunFailedError: nothing but useless groups arrives.
+            ExperienceError: the data module does not stand at the number before `step`: it has forgotten something.
         """
         wait = _Wait(time.monotonic())
         while not should_stop():
             snapshot = await self._buffer.peek()
+            if not stands_at(snapshot, WeightVersion(lineage, step - 1)):
+                raise ExperienceError(
+                    f"the data module stands at {snapshot.published if snapshot.is_open else 'no version'}, the trainer at "
+                    f"{lineage}.{step - 1}"
+                )
             if snapshot.headers and self.first_group_at is None:
                 self.first_group_at = time.monotonic()
             if not await self._filter(snapshot, wait):
@@ -166,6 +177,11 @@ class BatchSource:
         logger.info("evicting %s: %s", ", ".join(group_ids), reason)
         self.dropped_groups += len(group_ids)
         await self._buffer.evict(group_ids, reason, reissue=True)
+
+
+def stands_at(snapshot: Snapshot, version: WeightVersion) -> bool:
+    """Whether the data module and the trainer agree on what is published."""
+    return snapshot.is_open and snapshot.published == version
 
 
 def describe_wait(headers: Sequence[GroupHeader], plan: BatchPlan, seconds: float) -> str:

@@ -90,6 +90,8 @@ def screen(console: Console, settings: LaminarConfig, show_panel: bool) -> Itera
         def print_event(event: Event, view: RunView) -> None:
             if event.kind == "step":
                 say(step_line(view))
+            elif event.kind == "restored" and event.fields.get("lineage", 0):
+                say(view.restores[-1])
             elif event.kind == "notice":
                 say(view.notices[-1])
             elif event.kind == "waiting":
@@ -113,6 +115,7 @@ def outcome_facts(outcome: "Outcome") -> dict[str, object]:
         "seconds": outcome.seconds,
         "peak_resident_bytes": outcome.peak_resident_bytes,
         "restarts": dict(outcome.restarts),
+        "restores": outcome.view.restores,
         "generated_tokens": outcome.view.generation.total,
         "generated_during_steps": outcome.view.generation.during_steps,
     }

@@ -164,6 +164,9 @@ class Crew:
             async with asyncio.TaskGroup() as group:
                 for rank in self._ranks:
                     group.create_task(self._start(rank, self._config.trainer.start_seconds))
+            async with asyncio.TaskGroup() as group:
+                for rank in self._ranks:
+                    group.create_task(rank.call("restore"))  # its deadline is that of progress: each replayed step is told
             on_published()
             async with asyncio.TaskGroup() as group:
                 runs = [group.create_task(rank.call("run")) for rank in self._ranks]

@@ -24,6 +24,7 @@ import redis.exceptions
 
 from laminar.cluster.crew import STOP_SECONDS, Crew
 from laminar.cluster.data import RunData, load_run_data
+from laminar.cluster.data_keeper import DataKeeper
 from laminar.cluster.evaluation import Evaluations
 from laminar.cluster.hub import with_local_model
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
@@ -73,6 +74,7 @@ class Supervisor:
         self._config, self._folder, self._config_folder = config, folder, config_folder
         self._on_event, self._say = on_event, say
         self._stop = asyncio.Event()
+        self._server: EmbeddedServer | None = None
         self._workers_started = False
         self.outcome = Outcome(folder, RunView(config.run.max_steps))
 
@@ -119,10 +121,10 @@ class Supervisor:
         self._say(f"{len(data.prompts)} prompts" + (f", {len(data.held_out)} held out" if data.held_out else ""))
         url = self._config.experience.redis_url
         if url == "embedded":
-            server = EmbeddedServer(self._folder.redis)
-            await asyncio.to_thread(server.start)
-            stack.callback(server.stop)
-            url = server.url
+            self._server = EmbeddedServer(self._folder.redis)
+            await asyncio.to_thread(self._server.start)
+            stack.callback(self._server.stop)
+            url = self._server.url
         self._redis = await connect(url)
         stack.push_async_callback(self._redis.aclose)
         await check_server(self._redis)
@@ -159,6 +161,9 @@ class Supervisor:
         observer = Observer(reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view))
         crew = Crew(self._config, context, telemetry, self._say, self._note_process)
         self.outcome.restarts = crew.restarts
+        keeper = DataKeeper(
+            self._server, self._redis, data, context.run_id, self._config, crew.restarts, telemetry, self._say
+        )
         held_out = data.encoded_held_out()
         evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
@@ -168,6 +173,7 @@ class Supervisor:
                     group.create_task(self._measure_memory(context.run_id)),
                     group.create_task(self._watch_progress()),
                     group.create_task(crew.keep_relay()),
+                    group.create_task(keeper.run()),
                 ]
                 await self._train(crew, evaluations, group, background)
                 await crew.stop()

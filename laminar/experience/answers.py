@@ -105,7 +105,7 @@ class Counters:
 
 
 Occurrence = tuple[int, int, int]
-"""Where a group's prompt stands in the data: epoch, place in that epoch's order, and how often it was issued again before."""
+"""Where a group's prompt stands in the data: epoch, place in that epoch's order, and how often it was issued again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +195,19 @@ class Frontier:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What opening a lineage did, in groups: kept ready, evicted as orphaned, prompts to be issued again."""
+    """What opening a lineage did, in groups.
+
+    Attributes:
+        kept: ready to be trained.
+        orphaned: evicted.
+        reissued: prompts to be issued again.
+        lost: untrained prompts that are neither, found by looking for each of them afterwards; must be 0.
+    """
 
     kept: int
     orphaned: int
     reissued: int
+    lost: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,15 @@ FORMAT_VERSION = 1
 
 
 class MetricsFile:
-    """Appends lines; survives a kill in the middle of one."""
+    """Appends lines; survives a kill in the middle of one.
+
+    Attributes:
+        last_step: the newest step that has its line; 0 before the first.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.last_step = self._find_last_step()
 
     def rewind(self, step: int) -> None:
         """Drop lines whose step is above `step`, and a torn last line."""
@@ -26,12 +31,19 @@ class MetricsFile:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept))
         os.replace(temporary, self._path)
+        self.last_step = self._find_last_step()
 
     def append(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Add one line."""
         line = json.dumps({"format_version": FORMAT_VERSION, "kind": kind, "step": step, **values})
         with self._path.open("a") as file:
             file.write(line + "\n")
+        if kind == "step":
+            self.last_step = step
+
+    def _find_last_step(self) -> int:
+        lines = read_lines(self._path) if self._path.exists() else []
+        return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -36,6 +36,9 @@ class Observer:
                 self._take(event)
 
     def _take(self, event: Event) -> None:
+        if event.kind == "step" and event.metrics["train/step"] <= self._file.last_step:
+            self.view.last_progress = event.time  # told before: a replayed step, or one repeated after Redis lost its tail
+            return
         metrics = self.view.apply(event)
         if event.kind == "restored":
             self._file.rewind(int(event.fields["step"]))

@@ -1,4 +1,4 @@
-"""A server that was restarted, lost its newest writes, or was replaced by an empty one: the trainer's word opens it again."""
+"""A server that was restarted, lost its newest writes, or was replaced by an empty one: the trainer opens it again."""
 
 import os
 import signal
@@ -97,7 +97,9 @@ async def test_a_lost_tail_with_take_publish_and_ack_is_made_good_by_the_trainer
     assert sorted(await remaining_prompts(run, 1, 1)) == list(range(4, 12))
 
 
-async def test_a_lost_tail_with_claims_never_gives_a_group_id_out_twice(server, client, make_run, tmp_path, trajectory_maker):
+async def test_a_lost_tail_with_claims_never_gives_a_group_id_out_twice(
+    server, client, make_run, tmp_path, trajectory_maker
+):
     run = await make_run(**SETTINGS, store=ExperienceStore(client, "r"))
     frontier = await run.buffer.frontier()
     kept_bytes = append_only_file(tmp_path).stat().st_size

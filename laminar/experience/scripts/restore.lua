@@ -80,6 +80,31 @@ local function issue_again(kept, report)
   set('cursor', position)
 end
 
+-- How many prompts that are not trained at the frontier are now nowhere; it must be 0.
+local function count_lost(live_epoch, live_cursor)
+  local present = {}
+  for _, packed in ipairs(call('LRANGE', REISSUE, 0, -1)) do
+    local entry = unpack_value(packed)
+    present[entry[1] .. '.' .. entry[2]] = true
+  end
+  for _, packed in ipairs(call('HVALS', HEADERS)) do
+    local header = unpack_value(packed)
+    present[header.epoch .. '.' .. header.position] = true
+  end
+  local lost = 0
+  for place in pairs(is_pending) do
+    if not present[place] then lost = lost + 1 end
+  end
+  for epoch = frontier.epoch, live_epoch do
+    local first = epoch == frontier.epoch and frontier.cursor or 0
+    local last = epoch == live_epoch and live_cursor or run.num_prompts
+    for position = first, last - 1 do
+      if not present[epoch .. '.' .. position] then lost = lost + 1 end
+    end
+  end
+  return lost
+end
+
 -- The trained ones are the frontier's. What was admitted and is in no other bucket was orphaned.
 local function settle_counters()
   local then_counted, live = {}, {}
@@ -105,7 +130,9 @@ end
 
 local kept, kept_ids, report = keep_or_orphan()
 free_trained_steps(kept_ids)
+local live_epoch, live_cursor = run.epoch, run.cursor
 issue_again(kept, report)
+report.lost = count_lost(live_epoch, live_cursor)
 settle_counters()
 set('lineage', args.lineage)
 set('published', args.number)
