@@ -22,6 +22,7 @@ FORMAT_VERSION = 1
 """Written into every manifest; a reader refuses what it does not know."""
 
 MANIFEST = "manifest.json"
+EXTRA = "extra.json"
 POINTER = "latest"
 _CHUNK_BYTES = 1 << 24
 
@@ -114,6 +115,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if _checksum(file) != checksum:
             raise ConfigError(f"checkpoint file {file} is damaged: its checksum is not the one in {MANIFEST}")
     return manifest
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """What rank 0's loop added to a checkpoint."""
+    extra: dict[str, Any] = json.loads((path / EXTRA).read_text())
+    return extra
 
 
 def complete_checkpoints(root: Path) -> list[Path]:

@@ -4,7 +4,6 @@ Invariant: every rank runs the same collectives in the same order, for rank 0 an
 It knows neither the data module nor the relay.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from trainer.checkpoint_folder import oldest_step
 from trainer.engine import TrainerEngine
 from trainer.progress import Progress
 from trainer.ranks import join_ranks
+from trainer.replay import replay
 from trainer.spool import ReplaySpool
 from trainer.spool_file import SpooledStep
 from trainer.step import Fetch, Groups, StepReport, train_step
@@ -71,21 +71,9 @@ class TrainingSession:
         Args:
             said: called on rank 0 after each step.
         """
-        ranks = self.engine.ranks
-        if ranks.is_first:
-            self.replayed = self.spool.find_replayable(self.progress.step)
-        steps = json.loads(ranks.decide(lambda: json.dumps([header.step for header in self.replayed]).encode()))
-        for place, step in enumerate(steps):
-            groups = self.spool.read(step)
-            by_id = {group[0].group_id: group for group in groups}
-            fetch = lambda group_ids, by_id=by_id: [by_id[group_id] for group_id in group_ids]  # noqa: E731
-            report = train_step(self.engine, self.algorithm, groups, step, fetch=fetch)
-            if ranks.is_first:
-                header = self.replayed[place]
-                self.progress, self.frontier = header.progress, header.frontier
-                said(header, report)
-        if ranks.is_first:
-            self.spool.remove_above(self.progress.step)
+        self.replayed = replay(self.engine, self.algorithm, self.spool, self.progress.step, said)
+        if self.replayed:
+            self.progress, self.frontier = self.replayed[-1].progress, self.replayed[-1].frontier
 
     def train(self, groups: Groups, step: int) -> StepReport:
         """Rank 0: train a step, all ranks together."""

@@ -1,7 +1,7 @@
 """Keeps the data module usable: restarts the bundled server when it dies, and fills a server that has forgotten the run.
 
-What was trained is the trainer's to say; only settings and prompts are put back here, and nothing is granted until the trainer
-has restored the run. A server that is not ours is waited for, not restarted: roles repeat their requests meanwhile.
+What was trained is the trainer's to say: only settings and prompts are put back here, and nothing is granted until it
+has restored the run. A server that is not ours is waited for, not restarted; roles repeat their requests meanwhile.
 """
 
 import asyncio
