@@ -38,6 +38,8 @@ SETTINGS = (
     "eval.path=''",
 )
 RUN_SECONDS = 240.0
+APPEAR_SECONDS = 30.0
+"""A role that is to be killed while it is being started is waited for so long."""
 QUICK_SECONDS = 55.0
 
 
@@ -98,12 +100,15 @@ class Round:
         return {}
 
     def _kill(self, role: str) -> None:
-        folder = self._folder
+        folder, deadline = self._folder, time.monotonic() + APPEAR_SECONDS
         assert folder is not None
-        if pids := self._pids(folder, role):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[0], signal.SIGKILL)
-                self.killed.append(role)
+        while time.monotonic() < deadline:
+            for pid in self._pids(folder, role):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed.append(role)
+                    return
+            time.sleep(0.02)
 
     def _pids(self, folder: RunFolder, role: str) -> list[int]:
         named = {"worker": "rollout-0", "trainer": "trainer-0", "relay": "relay-0"}

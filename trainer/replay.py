@@ -1,13 +1,14 @@
 """Training the spooled steps again after a checkpoint: the same groups in the same order, so the same weights."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from trainer.algorithms.base import Algorithm
 from trainer.engine import TrainerEngine
 from trainer.spool import ReplaySpool
 from trainer.spool_file import SpooledStep
-from trainer.step import StepReport, train_step
+from trainer.step import Groups, StepReport, train_step
 
 
 def replay(
@@ -44,12 +45,15 @@ def replay(
     for place in range(json.loads(ranks.decide(find))):
         step = after + 1 + place
         groups = spool.read(step)
-        by_id = {group[0].group_id: group for group in groups}
-        report = train_step(
-            engine, algorithm, groups, step, fetch=lambda ids, by_id=by_id: [by_id[group_id] for group_id in ids]
-        )
+        report = train_step(engine, algorithm, groups, step, fetch=partial(_select, groups))
         if ranks.is_first:
             said(row[place], report)
     if ranks.is_first:
         spool.remove_above(after + len(row))
     return row
+
+
+def _select(groups: Groups, group_ids: Sequence[str]) -> Groups:
+    """The named groups, in that order."""
+    by_id = {group[0].group_id: group for group in groups}
+    return [by_id[group_id] for group_id in group_ids]

@@ -1,8 +1,8 @@
 """The crew: every role of a run, started, kept alive within a budget of restarts, and stopped.
 
 A dead worker or relay is restarted alone. A dead trainer rank takes all ranks along; they restart together from the newest
-checkpoint under a new lineage. Errors that a restart cannot mend (a wrong setting, a missing resource, a run that gave up)
-end the run at once with their own sentence.
+checkpoint and the replay spool, under a new lineage. Errors that a restart cannot mend (a wrong setting, a missing resource,
+or a run that gave up) end the run at once with their own sentence.
 """
 
 import asyncio
