@@ -49,6 +49,7 @@ from rollout.start_engine import engine_starter
 
 logger = logging.getLogger("laminar.rollout.worker")
 
+CONNECT_SECONDS = 60.0
 CLAIM_PAUSE_SECONDS = 0.03
 """Pause after a claim that was refused."""
 REPORT_SECONDS = 0.5
@@ -86,10 +87,10 @@ class RolloutWorker:
 
     async def start(self) -> None:
         """Connect, wait for weights, start the engine."""
-        client = await connect(self._context.redis_url)
+        client = await connect(self._context.redis_url, patience_seconds=CONNECT_SECONDS)
         player = Player(self._config, worker=self._context.role)
         puller = open_puller(self._config.relay, self._context.run_id, self._context.node_id)
-        await puller.wait_newer(None, self._config.trainer.start_seconds)
+        await puller.wait_newer(None, self._config.run.no_progress_seconds)  # the trainer may replay before it publishes
         replica = Replica(self._rollout.engine, puller, engine_starter(self._context, self._config))
         await self.equip(client, player, puller, replica)
 

@@ -22,7 +22,7 @@ from trainer import checkpoint_folder
 from trainer.engine import TrainerEngine
 from trainer.ranks import Ranks
 
-_MODEL, _EXTRA = "model/model.safetensors", "extra.json"
+_MODEL = "model/model.safetensors"
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -45,7 +45,7 @@ def save(root: Path, step: int, engine: TrainerEngine, extra: dict[str, Any], ke
     ranks, temporary = engine.ranks, checkpoint_folder.temporary_path(root, step)
 
     def finish() -> None:
-        (temporary / _EXTRA).write_text(json.dumps(extra))
+        (temporary / checkpoint_folder.EXTRA).write_text(json.dumps(extra))
         checkpoint_folder.complete(root, step, {"optimizer_shares": _num_shares(engine)}, keep)
 
     _together(ranks, f"make {temporary}", lambda: checkpoint_folder.begin(root, step) if ranks.is_first else None)
@@ -74,7 +74,7 @@ def load(path: Path, engine: TrainerEngine) -> tuple[int, dict[str, Any]]:
     random_states = path / f"rng_{ranks.rank:03d}.json"
     if random_states.exists():  # a replicated optimizer may be resumed on more ranks than saved it
         _restore_random_states(json.loads(random_states.read_text()))
-    return manifest["step"], json.loads((path / _EXTRA).read_text())
+    return manifest["step"], checkpoint_folder.read_extra(path)
 
 
 def agree_on_latest(root: Path, ranks: Ranks) -> Path | None:

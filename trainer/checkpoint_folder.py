@@ -22,6 +22,7 @@ FORMAT_VERSION = 1
 """Written into every manifest; a reader refuses what it does not know."""
 
 MANIFEST = "manifest.json"
+EXTRA = "extra.json"
 POINTER = "latest"
 _CHUNK_BYTES = 1 << 24
 
@@ -116,9 +117,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def read_extra(path: Path) -> dict[str, Any]:
+    """What rank 0's loop added to a checkpoint."""
+    extra: dict[str, Any] = json.loads((path / EXTRA).read_text())
+    return extra
+
+
 def complete_checkpoints(root: Path) -> list[Path]:
     """Checkpoints that were completed, oldest first; leftovers do not count."""
     return sorted(path for path in root.glob("step_*") if path.suffix != ".tmp" and path.is_dir())
+
+
+def oldest_step(root: Path) -> int:
+    """Step of the oldest complete checkpoint; a resume may have to start there. 0 without any."""
+    return min((int(path.name.partition("_")[2]) for path in complete_checkpoints(root)), default=0)
 
 
 def checkpoint_path(root: Path, step: int) -> Path:

@@ -1,4 +1,6 @@
-"""Rank 0's loop: sample, train, publish, acknowledge, save.
+"""Rank 0's loop: sample, train, spool, publish, acknowledge, save.
+
+A step is committed by its spool file; what comes after may be lost and is made good, by this process or by its successor.
 
 The loop is asynchronous only so that `stop` and telemetry get through; all torch work runs in one thread, one piece after
 another. Nothing here waits for rollouts but `BatchSource.next_batch`, and that waits by name and by deadline.
@@ -9,19 +11,24 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import xxhash
 
 from laminar.config.root import LaminarConfig
-from laminar.errors import LaminarError, first_error
+from laminar.errors import ExperienceError, LaminarError, first_error
+from laminar.experience.answers import Frontier
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import GroupState, WeightVersion
+from trainer.authority import Authority
 from trainer.publishing import Published, WeightPublisher
 from trainer.sampling import Batch, BatchSource, Group
-from trainer.session import Progress, TrainingSession
+from trainer.session import TrainingSession
+from trainer.spool_file import SpooledGroup, SpooledStep
 from trainer.step import StepReport
+from trainer.step_log import StepLog
 
 logger = logging.getLogger("laminar.trainer.loop")
 
@@ -42,16 +49,18 @@ class TrainingLoop:
         publisher: WeightPublisher,
         buffer: ExperienceBuffer,
         telemetry: TelemetryWriter,
-        progress: Progress,
+        authority: Authority,
         thread: ThreadPoolExecutor,
     ) -> None:
         self._config, self._session, self._publisher = config, session, publisher
         self._buffer, self._telemetry = buffer, telemetry
-        self.progress = progress
+        self._authority, self._steps = authority, StepLog(telemetry)
+        self.progress = authority.progress
         self._source = BatchSource(config, buffer, session.algorithm.keeps, self._say_waiting)
         self._thread = thread
         self._stopping = False
         self._last_end: float | None = None
+        self._spool_seconds = 0.0
 
     def stop(self) -> None:
         """Finish the step, save, return."""
@@ -79,44 +88,83 @@ class TrainingLoop:
         return {"reason": "max_steps" if done else "stopped" if self._stopping else "end_of_data", "step": progress.step}
 
     async def _train_steps(self) -> None:
-        progress, saved = self.progress, self.progress.step
+        progress, session = self.progress, self._session
         while progress.step < self._config.run.max_steps and not self._stopping:
-            batch = await self._source.next_batch(progress.lineage, progress.step + 1, lambda: self._stopping)
-            if batch is None:
+            taken = await self._next_batch()
+            if taken is None:
                 break
-            await self._step(batch)
+            await self._step(*taken)
             if progress.step % self._config.checkpoint.every_steps == 0:
-                saved = await self._save()
-        if saved != progress.step:
+                await self._save()
+        if session.saved_step != progress.step:
             await self._save()
+        await self._steps.flush()
 
     async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Run torch work in its one thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    async def _step(self, batch: Batch) -> None:
-        """One batch: train, publish the next number, let the payloads go, report."""
+    async def _next_batch(self) -> tuple[Batch, Frontier] | None:
+        """A taken batch, and the data cursor once it is trained; None at the end, or when told to stop."""
         progress = self.progress
-        step = progress.step + 1
-        started = time.time()
+        while True:
+            try:
+                batch = await self._source.next_batch(progress.lineage, progress.step + 1, lambda: self._stopping)
+                if batch is None:
+                    return None
+                frontier = await self._buffer.frontier()
+            except ExperienceError as error:
+                await self._reopen(error)
+            else:
+                return batch, frontier.advance(batch.occurrences, sum(map(len, batch.groups)))
+
+    async def _step(self, batch: Batch, frontier: Frontier) -> None:
+        """One batch: train, commit, publish the next number, let the payloads go, report."""
+        step, started = self.progress.step + 1, time.time()
         report = await self.in_thread(self._train, batch.groups, step)
-        await self._buffer.publish(progress.lineage, step)
-        published = await self.in_thread(self._publisher.publish, WeightVersion(progress.lineage, step))
-        ended = time.time()
-        await self._buffer.ack(progress.lineage, step)
-        now = time.monotonic()
-        begin = self._last_end or self._source.first_group_at or now
-        seconds, self._last_end = now - begin, now
-        progress.step = step
-        progress.step_seconds += seconds
-        progress.trained_tokens += report.metrics.get("train/tokens", 0.0)
+        seconds = await self._commit(batch, frontier, report)
+        published = await self._hand_over(step)
         if report.skipped_reason:
-            progress.skipped_steps += 1
             await self._telemetry.emit("notice", fields={"text": f"step {step} skipped: {report.skipped_reason}"})
         metrics = self._metrics(batch, report, published, step, seconds)
-        await self._telemetry.emit(
-            "step", metrics, fields={"train_started": started, "train_ended": ended, "batch": batch_digest(batch.groups)}
+        digest = batch_digest(batch.groups)
+        await self._steps.add(metrics, {"train_started": started, "train_ended": time.time(), "batch": digest})
+
+    async def _commit(self, batch: Batch, frontier: Frontier, report: StepReport) -> float:
+        """Write the step into the spool; returns the seconds since the last step was written."""
+        now = time.monotonic()
+        begin = self._last_end or self._source.first_group_at or now
+        after = replace(
+            self.progress,
+            step=report.step,
+            step_seconds=self.progress.step_seconds + now - begin,
+            trained_tokens=self.progress.trained_tokens + report.metrics.get("train/tokens", 0.0),
+            skipped_steps=self.progress.skipped_steps + bool(report.skipped_reason),
         )
+        groups = tuple(map(SpooledGroup, batch.group_ids, batch.occurrences))
+        header = SpooledStep(after, frontier, batch_digest(batch.groups), groups)
+        await self.in_thread(self._session.spool.commit, header, batch.groups)
+        self._spool_seconds = time.monotonic() - now
+        for field in fields(after):
+            setattr(self.progress, field.name, getattr(after, field.name))
+        self._authority.frontier, self._last_end = frontier, now
+        return now - begin
+
+    async def _hand_over(self, step: int) -> Published:
+        """Tell data module and relay of a committed step; a server that has forgotten the run is told all anew."""
+        lineage = self.progress.lineage
+        try:
+            await self._buffer.publish(lineage, step, trained=True)
+            published = await self.in_thread(self._publisher.publish, WeightVersion(lineage, step))
+            await self._buffer.ack(lineage, step)
+        except ExperienceError as error:
+            return await self._reopen(error)
+        return published
+
+    async def _reopen(self, error: ExperienceError) -> Published:
+        published = await self._authority.reopen(error)
+        await self._steps.repeat()
+        return published
 
     def _train(self, groups: tuple[Group, ...], step: int) -> StepReport:
         self._publisher.supersede()  # in the same thread: a skipped version is never offered with later weights
@@ -136,6 +184,7 @@ class TrainingLoop:
                 "time/step_seconds": seconds,
                 "time/sample_wait_seconds": batch.waited_seconds,
                 "time/publish_stall_seconds": published.stall_seconds,
+                "time/spool_seconds": self._spool_seconds,
                 "weights/publish_bytes": published.num_bytes,
                 "weights/trainer_version": step,
                 "weights/skipped_publishes": self._publisher.skipped_publishes,
@@ -151,11 +200,10 @@ class TrainingLoop:
             }
         )
 
-    async def _save(self) -> int:
+    async def _save(self) -> None:
         """Save a checkpoint: weights, optimizer, frontier and counters of the same step."""
-        frontier = await self._buffer.frontier()
-        await self.in_thread(self._session.save, self.progress, frontier)
-        return self.progress.step
+        assert self._authority.frontier is not None
+        await self.in_thread(self._session.save, self.progress, self._authority.frontier)
 
     async def _keep_offering(self) -> None:
         """Offer a skipped version again until it is complete or superseded."""

@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from laminar.config.root import LaminarConfig
-from laminar.errors import RunFailedError
-from laminar.experience.answers import Snapshot
+from laminar.errors import ExperienceError, RunFailedError
+from laminar.experience.answers import Occurrence, Snapshot
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.plugins import resolve
 from laminar.policies.masking import newest_trained_number, oldest_trained_number
 from laminar.policies.samplers import SAMPLERS
 from laminar.policies.staleness import BatchPlan, fewest_evictions, plan_batch
-from laminar.types import EvictionReason, GroupHeader, GroupState, Trajectory
+from laminar.types import EvictionReason, GroupHeader, GroupState, Trajectory, WeightVersion
 
 logger = logging.getLogger("laminar.trainer.sampling")
 
@@ -67,6 +67,11 @@ class Batch:
             metrics["experience/kept_ratio"] = self.num_kept / self.num_judged
         return metrics
 
+    @property
+    def occurrences(self) -> tuple[Occurrence, ...]:
+        """The prompts that the groups play."""
+        return tuple(self.snapshot.occurrences[group_id] for group_id in self.group_ids)
+
 
 @dataclass(slots=True)
 class _Wait:
@@ -110,10 +115,16 @@ class BatchSource:
 
         Raises:
             RunFailedError: too many rounds of groups were of no use (`trainer.max_filter_rounds`).
+            ExperienceError: the data module does not stand at the number before `step`: it has forgotten something.
         """
         wait = _Wait(time.monotonic())
         while not should_stop():
             snapshot = await self._buffer.peek()
+            if not stands_at(snapshot, WeightVersion(lineage, step - 1)):
+                raise ExperienceError(
+                    f"the data module stands at {snapshot.published if snapshot.is_open else 'no version'}, the trainer at "
+                    f"{lineage}.{step - 1}"
+                )
             if snapshot.headers and self.first_group_at is None:
                 self.first_group_at = time.monotonic()
             if self._dropped_before is None:
@@ -248,6 +259,11 @@ def describe_useless(num_filtered: int, num_failed: int, failures: Counter[str])
             "trainer.algorithm.options.filter_zero_variance = false"
         )
     return "; ".join(parts)
+
+
+def stands_at(snapshot: Snapshot, version: WeightVersion) -> bool:
+    """Whether the data module and the trainer agree on what is published."""
+    return snapshot.is_open and snapshot.published == version
 
 
 def describe_wait(headers: Sequence[GroupHeader], plan: BatchPlan, seconds: float) -> str:

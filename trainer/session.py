@@ -1,4 +1,4 @@
-"""What all ranks do together: load, train a step, save. Rank 0 calls; the others follow its commands.
+"""What all ranks do together: load, replay, train a step, save. Rank 0 calls; the others follow its commands.
 
 Invariant: every rank runs the same collectives in the same order, for rank 0 announces each piece of work before it begins.
 It knows neither the data module nor the relay.
@@ -6,7 +6,7 @@ It knows neither the data module nor the relay.
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -17,25 +17,19 @@ from laminar.plugins import resolve, validate_options
 from trainer.algorithms import ALGORITHMS
 from trainer.algorithms.base import Algorithm
 from trainer.checkpoint import agree_on_latest, load, save
+from trainer.checkpoint_folder import oldest_step
 from trainer.engine import TrainerEngine
+from trainer.progress import Progress
 from trainer.ranks import join_ranks
+from trainer.replay import replay
+from trainer.spool import ReplaySpool
+from trainer.spool_file import SpooledStep
 from trainer.step import Fetch, Groups, StepReport, train_step
 
 logger = logging.getLogger("laminar.trainer.session")
 
 COLLECTIVE_MARGIN_SECONDS = 60.0
 """Other ranks wait for rank 0's next command longer than the run may stand still."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where the run stands; part of every checkpoint. `lineage` is -1 before the first one opens."""
-
-    lineage: int = -1
-    step: int = 0
-    trained_tokens: float = 0.0
-    step_seconds: float = 0.0
-    skipped_steps: int = 0
 
 
 class TrainingSession:
@@ -47,6 +41,10 @@ class TrainingSession:
         rank: this rank.
         store: where ranks meet; None for one rank.
         fetch: how ranks other than 0 get their rows.
+
+    Attributes:
+        saved_step: step of the newest checkpoint that is loaded or was saved; 0 without one.
+        replayed: headers of the steps that were trained again after it.
     """
 
     def __init__(
@@ -62,7 +60,20 @@ class TrainingSession:
         )
         self.engine = TrainerEngine(config, ranks)
         self.algorithm = build_algorithm(config)
+        self.spool = ReplaySpool(checkpoints)
         self.progress, self.frontier = self._resume()
+        self.saved_step = self.progress.step
+        self.replayed: list[SpooledStep] = []
+
+    def replay(self, said: Callable[[SpooledStep, StepReport], None]) -> None:
+        """All ranks: train the spooled steps after the checkpoint again, on the same groups, to the same weights.
+
+        Args:
+            said: called on rank 0 after each step.
+        """
+        self.replayed = replay(self.engine, self.algorithm, self.spool, self.progress.step, said)
+        if self.replayed:
+            self.progress, self.frontier = self.replayed[-1].progress, self.replayed[-1].frontier
 
     def train(self, groups: Groups, step: int) -> StepReport:
         """Rank 0: train a step, all ranks together."""
@@ -70,13 +81,15 @@ class TrainingSession:
         return train_step(self.engine, self.algorithm, groups, step)
 
     def save(self, progress: Progress, frontier: Frontier) -> None:
-        """Rank 0: save a checkpoint, all ranks together.
+        """Rank 0: save a checkpoint, all ranks together; then let spooled steps go that no kept checkpoint needs.
 
         Raises:
             EnvironmentSetupError: a file could not be written; older checkpoints stand.
         """
         self._command(f"save {progress.step}")
         self._save(progress.step, {"progress": asdict(progress), "frontier": frontier.to_json()})
+        self.saved_step = progress.step
+        self.spool.prune(oldest_step(self._checkpoints))
 
     def dismiss(self) -> None:
         """Rank 0: let the other ranks go."""

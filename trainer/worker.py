@@ -1,4 +1,4 @@
-"""A trainer rank as a process: meets the others, loads the model or the newest checkpoint, opens a lineage, runs the loop.
+"""A trainer rank as a process: meets the others, loads the newest state, replays steps, opens a lineage, runs the loop.
 
 Rank 0 decides and talks to the data module and the relay; the other ranks follow its commands. A rank that dies takes all
 along: the supervisor starts them together from the newest checkpoint.
@@ -22,17 +22,21 @@ from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.store import ExperienceStore
 from laminar.telemetry.stream import TelemetryWriter
-from laminar.types import Trajectory, WeightVersion
+from laminar.types import Trajectory
 from relay.publisher import Publisher
 from relay.store import open_store
+from trainer.authority import Authority
 from trainer.loop import TrainingLoop
 from trainer.publishing import WeightPublisher
 from trainer.session import TrainingSession
+from trainer.spool_file import SpooledStep
+from trainer.step import StepReport
 
 logger = logging.getLogger("laminar.trainer.worker")
 
 Result = TypeVar("Result")
 
+CONNECT_SECONDS = 60.0
 FETCH_SECONDS = 120.0
 MEETING_POLL_SECONDS = 0.05
 
@@ -46,12 +50,20 @@ class TrainerRank:
         self._stop_asked = False
 
     async def start(self) -> None:
-        """Meet, load, and, on rank 0, publish the version that workers start from."""
+        """Meet and load."""
         self._event_loop = asyncio.get_running_loop()
-        self._redis = await connect(self._context.redis_url)
+        self._redis = await connect(self._context.redis_url, patience_seconds=CONNECT_SECONDS)
         self._buffer = ExperienceBuffer(ExperienceStore(self._redis, self._context.run_id))
         store = await self._meet()
         self._session = await self._in_thread(self._load, store)
+
+    async def restore(self) -> None:
+        """Replay the steps after the checkpoint and, on rank 0, publish the version that workers start from.
+
+        May take as long as those steps took; each is told, and counts as progress.
+        """
+        self._telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)
+        await self._in_thread(self._session.replay, self._say_replayed)
         if self._rank == 0:
             await self._open_lineage()
 
@@ -116,20 +128,20 @@ class TrainerRank:
         request = asyncio.run_coroutine_threadsafe(self._buffer.fetch(group_ids), self._event_loop)
         return request.result(FETCH_SECONDS)
 
-    async def _open_lineage(self) -> None:
-        """Publish the weights that were loaded under a new lineage, then let the data module go on from their number.
+    def _say_replayed(self, header: SpooledStep, report: StepReport) -> None:
+        """From the torch thread: a replayed step, which the observer adds only if its first life could not tell it."""
+        logger.info("step %s replayed", header.step)
+        now = time.time()
+        metrics = report.metrics | {"train/step": header.step, "train/skipped_steps": header.progress.skipped_steps}
+        fields = {"train_started": now, "train_ended": now, "batch": header.batch}
+        telling = self._telemetry.emit("step", metrics, fields=fields)
+        asyncio.run_coroutine_threadsafe(telling, self._event_loop).result(FETCH_SECONDS)
 
-        The lineage is above every one that left a trace: in the checkpoint, the data module, or the relay's store.
-        """
-        buffer = self._buffer
-        telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)
+    async def _open_lineage(self) -> None:
+        """Publish the weights under a new lineage, let the data module go on from their number, make the loop."""
+        session, buffer, telemetry = self._session, self._buffer, self._telemetry
         weights = open_store(self._config, self._context.run_id, self._context.node_id)
-        publisher = WeightPublisher(Publisher(weights, Path(self._config.model.path)), self._session.engine.state_tensors)
-        progress, snapshot, newest = self._session.progress, await buffer.peek(), weights.newest()
-        seen = [progress.lineage, snapshot.published.lineage if snapshot.is_open else -1, newest.lineage if newest else -1]
-        progress.lineage = max(seen) + 1
-        await self._in_thread(publisher.publish, WeightVersion(progress.lineage, progress.step))
-        report = await buffer.restore(progress.lineage, progress.step, self._session.frontier)
-        logger.info("lineage %s opens at number %s: %s", progress.lineage, progress.step, report)
-        await telemetry.emit("restored", fields={"step": progress.step, "report": str(report)})
-        self._loop = TrainingLoop(self._config, self._session, publisher, buffer, telemetry, progress, self._thread)
+        publisher = WeightPublisher(Publisher(weights, Path(self._config.model.path)), session.engine.state_tensors)
+        authority = Authority(buffer, publisher, weights.newest, telemetry, self._thread, session.progress, session.frontier)
+        await authority.open(len(session.replayed))
+        self._loop = TrainingLoop(self._config, session, publisher, buffer, telemetry, authority, self._thread)

@@ -93,6 +93,8 @@ def screen(console: Console, settings: LaminarConfig, show_panel: bool) -> Itera
         def print_event(event: Event, view: RunView) -> None:
             if event.kind == "step":
                 say(step_line(view))
+            elif event.kind == "restored" and event.fields.get("lineage", 0):
+                say(view.restores[-1])
             elif event.kind == "notice":
                 say(view.notices[-1])
             elif event.kind == "waiting":
@@ -123,6 +125,7 @@ def outcome_facts(outcome: "Outcome") -> dict[str, object]:
         "peak_resident_bytes": outcome.peak_resident_bytes,
         "restarts": dict(outcome.restarts),
         "step_seconds": outcome.view.step_seconds,
+        "restores": outcome.view.restores,
         "generated_tokens": outcome.view.generation.total,
         "generated_during_steps": outcome.view.generation.during_steps,
     }

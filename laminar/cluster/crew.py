@@ -1,8 +1,8 @@
 """The crew: every role of a run, started, kept alive within a budget of restarts, and stopped.
 
 A dead worker or relay is restarted alone. A dead trainer rank takes all ranks along; they restart together from the newest
-checkpoint under a new lineage. Errors that a restart cannot mend (a wrong setting, a missing resource, a run that gave up)
-end the run at once with their own sentence.
+checkpoint and the replay spool, under a new lineage. Errors that a restart cannot mend (a wrong setting, a missing resource,
+or a run that gave up) end the run at once with their own sentence.
 """
 
 import asyncio
@@ -142,7 +142,7 @@ class Crew:
 
     async def _run_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         worker = self._process(rollout_spec(self._config, index))
-        start_seconds = self._config.rollout.engine.start_seconds + self._config.trainer.start_seconds
+        start_seconds = self._config.rollout.engine.start_seconds + self._config.run.no_progress_seconds
         try:
             await self._start(worker, start_seconds)
             async with self._workers_changed:
@@ -165,6 +165,9 @@ class Crew:
             async with asyncio.TaskGroup() as group:
                 for rank in self._ranks:
                     group.create_task(self._start(rank, self._config.trainer.start_seconds))
+            async with asyncio.TaskGroup() as group:
+                for rank in self._ranks:
+                    group.create_task(rank.call("restore"))  # its deadline is that of progress: each replayed step is told
             async with asyncio.TaskGroup() as group:
                 runs = [group.create_task(rank.call("run")) for rank in self._ranks]
             return dict(runs[0].result())

@@ -2,6 +2,7 @@
 
 The supervisor names roles, it does not import them. A role class takes `(context, config, **arguments)` and has three
 coroutine methods: `start` (ready when it returns), `run` (returns when its work is done) and `stop` (asks `run` to return).
+Trainer ranks have a fourth, `restore`, between `start` and `run`.
 """
 
 from dataclasses import dataclass, field

@@ -25,6 +25,7 @@ import redis.exceptions
 
 from laminar.cluster.crew import STOP_SECONDS, Crew
 from laminar.cluster.data import RunData, load_run_data
+from laminar.cluster.data_keeper import DataKeeper
 from laminar.cluster.evaluation import Evaluations
 from laminar.cluster.hub import with_local_model
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
@@ -76,6 +77,7 @@ class Supervisor:
         self._life_lock = life_lock
         self._on_event, self._say = on_event, say
         self._stop = asyncio.Event()
+        self._server: EmbeddedServer | None = None
         self.outcome = Outcome(folder, RunView(config.run.max_steps))
 
     async def run(self) -> Outcome:
@@ -125,10 +127,10 @@ class Supervisor:
         self._say(f"{len(data.prompts)} prompts" + (f", {len(data.held_out)} held out" if data.held_out else ""))
         url = self._config.experience.redis_url
         if url == "embedded":
-            server = EmbeddedServer(self._folder.redis)
-            await asyncio.to_thread(server.start)
-            stack.callback(server.stop)
-            url = server.url
+            self._server = EmbeddedServer(self._folder.redis)
+            await asyncio.to_thread(self._server.start)
+            stack.callback(self._server.stop)
+            url = self._server.url
         self._redis = await connect(url)
         stack.push_async_callback(self._redis.aclose)
         await check_server(self._redis)
@@ -165,6 +167,9 @@ class Supervisor:
         self._say(f"starting the trainer and {self._config.rollout.num_workers} rollout worker(s)")
         crew = Crew(self._config, context, telemetry, self._say, self._note_process)
         self.outcome.restarts = crew.restarts
+        keeper = DataKeeper(
+            self._server, self._redis, data, context.run_id, self._config, crew.restarts, telemetry, self._say
+        )
         held_out = data.encoded_held_out()
         evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
@@ -174,6 +179,7 @@ class Supervisor:
                     group.create_task(observer.run()),
                     group.create_task(self._measure_memory(context.run_id)),
                     group.create_task(crew.keep_relay()),
+                    group.create_task(keeper.run()),
                 ]
                 await self._train(crew, evaluations, observer, group, background)
                 await crew.stop()

@@ -18,6 +18,7 @@ from laminar.config.sizes import (
     most_micro_batches,
     num_weight_slots,
     peak_buffer_bytes,
+    peak_spool_bytes,
     published_bytes,
     read_model_size,
     shares,
@@ -143,6 +144,7 @@ def _buffer_lines(config: LaminarConfig) -> list[str]:
             _in_bytes(peak_buffer_bytes(config)),
             f"of {_in_bytes(config.experience.max_bytes)} (experience.max_bytes)",
         ),
+        _row("replay spool", f"<= {_in_bytes(peak_spool_bytes(config))}", "on disk: the steps since the oldest checkpoint"),
     ]
 
 

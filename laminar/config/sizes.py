@@ -60,6 +60,12 @@ def peak_buffer_bytes(config: LaminarConfig) -> int:
     return most_admitted_groups(config) * bytes_per_group(config)
 
 
+def peak_spool_bytes(config: LaminarConfig) -> int:
+    """Most bytes of the replay spool on disk: all steps since the oldest kept checkpoint, with the longest answers."""
+    steps = config.checkpoint.keep * config.checkpoint.every_steps
+    return min(steps, config.run.max_steps) * config.trainer.prompts_per_step * bytes_per_group(config)
+
+
 def shares(total: int, parts: int) -> list[int]:
     """`total` things over `parts` places as evenly as whole numbers allow; the first places take the remainder."""
     base, remainder = divmod(total, parts)

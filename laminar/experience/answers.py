@@ -4,8 +4,8 @@ This module does not know how the answers are made.
 """
 
 import enum
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -113,27 +113,36 @@ class Counters:
         )
 
 
+Occurrence = tuple[int, int, int]
+"""Where a group's prompt stands in the data: epoch, place in that epoch's order, and how often it was issued again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All outstanding groups at one moment.
 
     Attributes:
         published: the newest published version.
-        is_open: whether a lineage was ever opened; before that `published` is 0.0 and means nothing.
+        is_open: whether a lineage is open. It is not at first, nor after the server was restarted or replaced, until the
+            trainer restores the run; `published` then means nothing.
+        lineage: the newest that was ever opened; -1 before the first.
         headers: in order of admission; without groups that left a taken batch.
         end_of_data: no prompt is left to admit.
         counters: of trajectories.
         num_held: slots held by groups that left a taken batch, until its publish.
         reserved_bytes: payload bytes set aside for outstanding groups, or held until their ack.
+        occurrences: which prompt each group of `headers` plays.
     """
 
     published: WeightVersion
     is_open: bool
+    lineage: int
     headers: tuple[GroupHeader, ...]
     end_of_data: bool
     counters: Counters
     num_held: int
     reserved_bytes: int
+    occurrences: Mapping[str, Occurrence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +165,27 @@ class Frontier:
     epoch: int = 0
     cursor: int = 0
     next_admission: int = 0
-    pending: tuple[tuple[int, int, int], ...] = ()
+    pending: tuple[Occurrence, ...] = ()
     counters: tuple[str, ...] = ()
+
+    def advance(self, trained: Iterable[Occurrence], num_trajectories: int) -> "Frontier":
+        """The frontier of the next number, once these pending prompts are trained.
+
+        Args:
+            trained: the step's prompts.
+            num_trajectories: good ones in the step.
+        """
+        gone = {occurrence[:2] for occurrence in trained}
+        names = iter(self.counters)
+        counters = {name: int(number) for name, number in zip(names, names, strict=True)}
+        counters["taken"] = counters.get("taken", 0) - num_trajectories
+        counters["trained"] = counters.get("trained", 0) + num_trajectories
+        return replace(
+            self,
+            number=self.number + 1,
+            pending=tuple(occurrence for occurrence in self.pending if occurrence[:2] not in gone),
+            counters=tuple(part for name, number in counters.items() for part in (name, str(number))),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, strings and numbers."""
@@ -176,11 +204,19 @@ class Frontier:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What opening a lineage did, in groups: kept ready, evicted as orphaned, prompts to be issued again."""
+    """What opening a lineage did, in groups.
+
+    Attributes:
+        kept: ready to be trained.
+        orphaned: evicted.
+        reissued: prompts to be issued again.
+        lost: untrained prompts that are neither, found by looking for each of them afterwards; must be 0.
+    """
 
     kept: int
     orphaned: int
     reissued: int
+    lost: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,9 @@ class _StoredHeader(msgspec.Struct):
     bound: int
     bytes: int
     owner: str
+    epoch: int
+    position: int
+    reissues: int
 
 
 _headers = msgspec.msgpack.Decoder(_StoredHeader)
@@ -71,15 +74,17 @@ class ExperienceBuffer:
         """All outstanding groups, and the counters, at one moment."""
         packed, stored = await self._store.run("peek")
         meta = unpack(packed)
-        headers = sorted((_public(_headers.decode(row)) for row in stored), key=lambda header: header.admission)
+        rows = sorted((_headers.decode(row) for row in stored), key=lambda row: row.admission)
         return Snapshot(
-            published=WeightVersion(meta["lineage"], meta["published"]),
+            published=WeightVersion(max(meta["lineage"], 0), meta["published"]),
             is_open=meta["open"],
-            headers=tuple(headers),
+            lineage=meta["lineage"],
+            headers=tuple(_public(row) for row in rows),
             end_of_data=meta["end_of_data"],
             counters=Counters.from_flat(meta["counters"]),
             num_held=meta["held"],
             reserved_bytes=meta["reserved"],
+            occurrences={row.id: (row.epoch, row.position, row.reissues) for row in rows},
         )
 
     async def counters(self) -> Counters:
@@ -115,18 +120,23 @@ class ExperienceBuffer:
         """
         return await fetch_groups(self._store, group_ids)
 
-    async def publish(self, lineage: int, number: int) -> None:
+    async def publish(self, lineage: int, number: int, *, trained: bool = False) -> None:
         """Set the published number, free the slots of its step, and count that step as trained. May be repeated.
 
         Call it before the weights become visible to engines: a claim with a number not yet published is an error.
 
+        Args:
+            lineage: of the trainer.
+            number: of the step.
+            trained: the trainer has trained groups in this step, so a server that knows of none has forgotten them.
+
         Raises:
-            ExperienceError: the lineage is not open, or the number is not the next.
+            ExperienceError: the lineage is not open, the number is not the next, or the step's groups are forgotten.
         """
-        await self._store.run("publish", lineage=lineage, number=number)
+        await self._store.run("publish", lineage=lineage, number=number, trained=trained)
 
     async def ack(self, lineage: int, step: int) -> None:
-        """Delete the payloads of a published step. May be repeated.
+        """Delete the payloads of a published step, and of those before it whose ack was lost. May be repeated.
 
         Raises:
             ExperienceError: the step is not published, or of a dead lineage.
@@ -164,8 +174,9 @@ class ExperienceBuffer:
     async def restore(self, lineage: int, number: int, frontier: Frontier | None = None) -> RestoreReport:
         """Open a lineage at a number; nothing is claimed before. May be repeated. `configure` goes before it.
 
-        Keeps ready groups that the frontier calls untrained and that hold no token newer than `number`; evicts all others
-        as orphaned; issues again, once, each prompt that is neither trained at the frontier nor kept. Empty servers do.
+        Keeps complete groups that the frontier calls untrained and that hold no token newer than `number`; evicts all others
+        as orphaned; issues again, once, each prompt that is neither trained at the frontier nor kept. Empty servers do. The
+        lineage is open for this life of the server: after its restart or replacement, restore again, with a new lineage.
 
         Args:
             lineage: 0 at the very first start, then above any before.

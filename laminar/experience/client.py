@@ -7,6 +7,7 @@ This module does not know what is stored.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ T = TypeVar("T")
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 """Longest wait for one answer; a script takes milliseconds, a 64 MB payload over a network takes seconds."""
+PAUSE_SECONDS = 0.1
 MAX_CONNECTIONS = 16
 NEEDED_POLICY = "noeviction"
 
@@ -49,11 +51,12 @@ class _Client(Redis):
         return await keep_cancellation(super().execute_command(*args, **options))
 
 
-async def connect(url: str) -> Redis:
+async def connect(url: str, *, patience_seconds: float = 0.0) -> Redis:
     """A client whose server has answered once.
 
     Args:
         url: `redis://`, `rediss://` or `unix://`, with user, password and database as redis-py reads them.
+        patience_seconds: how long to ask again while nobody answers, for processes of a run whose server may be restarting.
 
     Raises:
         ConfigError: the URL cannot be read.
@@ -74,7 +77,7 @@ async def connect(url: str) -> Redis:
         ) from None
     client = _Client.from_pool(pool)
     try:
-        await client.ping()
+        await _answer(client, patience_seconds)
     except (redis.RedisError, OSError) as error:
         await client.aclose()
         raise EnvironmentSetupError(
@@ -82,6 +85,18 @@ async def connect(url: str) -> Redis:
             'or set it to "embedded" for the bundled server'
         ) from error
     return client
+
+
+async def _answer(client: Redis, patience_seconds: float) -> None:
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            await client.ping()
+            return
+        except (redis.ConnectionError, redis.TimeoutError, OSError):
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(PAUSE_SECONDS)
 
 
 async def check_server(client: Redis) -> None:

@@ -56,11 +56,14 @@ class Observer:
                 self._take(event)
 
     def _take(self, event: Event) -> None:
+        if event.kind == "step":
+            self.last_progress = time.monotonic()
+            if event.metrics["train/step"] <= self._file.last_step:
+                return  # told before: a replayed step, or one repeated after Redis lost its tail
         metrics = self.view.apply(event)
         if event.kind == "restored":
             self._file.rewind(int(event.fields["step"]))
         elif event.kind == "step":
-            self.last_progress = time.monotonic()
             self._write("step", self.view.step, {"time": event.time, "batch": event.fields["batch"], **metrics})
         elif event.kind == "evaluation":
             self._write("evaluation", int(event.fields["step"]), {"time": event.time, **event.metrics})

@@ -77,13 +77,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/forward_backward_seconds", "s", "forward and backward passes"),
     Metric("time/optimizer_seconds", "s", "optimizer updates"),
     Metric("time/publish_stall_seconds", "s", "training stood still for the copy of the weights"),
+    Metric("time/spool_seconds", "s", "writing the step into the replay spool"),
     Metric("time/checkpoint_seconds", "s", "saving a checkpoint"),
     Metric("experience/ready_groups", "groups", "complete groups that wait"),
     Metric("experience/open_groups", "groups", "groups being played"),
     Metric("experience/bytes", "bytes", "payload bytes held or reserved"),
-    Metric(
-        "experience/producer_wait_seconds", "s", "no claim was granted, because `max_bytes` was reserved, so far"
-    ),
+    Metric("experience/producer_wait_seconds", "s", "no claim was granted, because `max_bytes` was reserved, so far"),
     Metric("experience/admitted", "trajectories", "admitted so far"),
     Metric("experience/trained", "trajectories", "trained so far"),
     Metric("experience/evicted", "trajectories", "evicted so far"),
@@ -111,6 +110,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/num_prompts", "prompts", "held-out prompts that were answered"),
     Metric("eval/failed", "prompts", "held-out prompts whose episode failed"),
     Metric("eval/version_number", "", "the one version that was evaluated"),
+    Metric("resume/replayed_steps", "steps", "trained again from the spool when the lineage was opened"),
+    Metric("resume/kept_groups", "groups", "complete groups kept when the lineage was opened"),
+    Metric("resume/regenerated_prompts", "prompts", "to be generated again when the lineage was opened"),
+    Metric("resume/lost_prompts", "prompts", "untrained, and neither kept nor to be generated again; must be 0"),
     Metric("faults/restarts_*", "", "restarts of a role so far"),
     Metric("system/host_memory_bytes", "bytes", "resident memory of all processes of the run, shared pages counted once"),
 )

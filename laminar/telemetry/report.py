@@ -87,5 +87,7 @@ def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]])
     )
     if facts["restarts"]:
         table.add_row("restarts", ", ".join(f"{role}: {count}" for role, count in facts["restarts"].items()))
+    for text in facts.get("restores", ()):
+        table.add_row("restored", text)
     table.add_row("run folder", str(facts["folder"]))
     return table

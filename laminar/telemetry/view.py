@@ -59,6 +59,7 @@ class RunView:
     step_ends: list[float] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
     notices: list[str] = field(default_factory=list)
+    restores: list[str] = field(default_factory=list)
     accuracies: dict[int, float] = field(default_factory=dict)
     generation: GenerationMeter = field(default_factory=GenerationMeter)
     trained_tokens: float = 0.0
@@ -78,6 +79,10 @@ class RunView:
                 self.accuracies[int(event.fields["step"])] = event.metrics["eval/accuracy"]
             case "waiting":
                 self.trainer_wait = str(event.fields.get("text", ""))
+            case "restored":
+                if event.fields.get("lineage", 0):
+                    self.restores = [*self.restores[-9:], str(event.fields["text"])]
+                    self.notices = [*self.notices[-49:], self.restores[-1]]
             case "notice":
                 self.notices = [*self.notices[-49:], f"{event.role}: {event.fields.get('text', '')}"]
         return {}

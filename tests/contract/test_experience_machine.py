@@ -344,7 +344,7 @@ class Machine(RuleBasedStateMachine):
         kept = {
             group_id: group
             for group_id, group in self.groups.items()
-            if group.state == "ready"
+            if group.state != "in_flight"
             and group.newest <= saved.number
             and (group.prompt >= frontier_cursor or group.prompt in saved.untrained)
         }
@@ -357,6 +357,10 @@ class Machine(RuleBasedStateMachine):
         self.reissue = [(prompt, counts_of.get(prompt, 0)) for prompt in ordered if prompt in to_issue]
         assert report.reissued == len(self.reissue)
         self.done_with = set(range(self.cursor)) - untrained
+        for group in kept.values():
+            if group.state == "taken":
+                group.state = "ready"
+                self.counts.update(taken=-len(group.good), buffered=len(group.good))
         for group_id in list(self.groups):
             if group_id not in kept:
                 self.leave(group_id, "evicted")

@@ -18,7 +18,7 @@ local function finish(refused, need_epoch)
   return #granted > 0 and answer(value) or pack(value)
 end
 
-if run.opened ~= 1 or args.lineage > run.lineage or call('HLEN', PROMPTS) < run.num_prompts then
+if not is_open() or args.lineage > run.lineage or call('HLEN', PROMPTS) < run.num_prompts then
   return finish('not_ready')
 end
 if args.lineage < run.lineage then return finish('old_lineage') end

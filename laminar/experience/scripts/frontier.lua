@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- Which prompts are trained: all before the cursor but the pending ones, in the order in which they are to be issued again.
+if not is_open() then return fail('the data cursor is not known before the run is restored') end
 end_of_data()
 local pending = {}
 for _, id in ipairs(call('ZRANGE', OUTSTANDING, 0, -1)) do

@@ -23,8 +23,26 @@ local function set(name, value)
   call('HSET', RUN, name, value)
 end
 
+-- A server that was restarted may have lost its last second or two, so a lineage is open in one life of the server only: nothing
+-- is granted, taken or published until the trainer, who knows what it trained, has restored the run.
+local function this_life()
+  return 'life:' .. string.match(call('INFO', 'server'), '\nrun_id:(%x+)')
+end
+
+local function is_open()
+  return run.opened == this_life()
+end
+
 local function fail(text)
   return redis.error_reply('LAMINAR ' .. text)
+end
+
+-- Why the trainer of `args.lineage` may not go on; nil if it may.
+local function fenced(what)
+  if args.lineage ~= run.lineage then
+    return fail(what .. ' belongs to lineage ' .. args.lineage .. ', the run is in lineage ' .. (run.lineage or 'none'))
+  end
+  if not is_open() then return fail(what .. ' waits: the server was restarted, and the trainer has not restored the run') end
 end
 
 -- Answers of requests that must not take effect twice are kept, and given again.

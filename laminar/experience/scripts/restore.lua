@@ -1,15 +1,17 @@
 #!lua flags=allow-oom
 -- args: lineage, number, frontier = {epoch, cursor, next_admission, pending = {{epoch, position, reissues}, ...}, counters = {name, n, ...}}.
--- Opens a lineage at a number. What the frontier holds for trained stays so; ready groups without newer tokens are kept; everything
--- else is evicted as orphaned, and its prompt issued again, once. An occurrence of a prompt is known by its epoch and position.
+-- Opens a lineage at a number, for this life of the server. What the frontier holds for trained stays so; complete groups without newer
+-- tokens are kept, also those of a batch that was taken and not trained; everything else is evicted as orphaned, and its prompt issued
+-- again, once. An occurrence of a prompt is known by its epoch and position.
 if not run.next_admission then return fail('run is not configured yet, so it cannot be restored') end
-if run.opened == 1 and args.lineage == run.lineage and args.number == run.restored then
+if is_open() and args.lineage == run.lineage and args.number == run.restored then
   return call('GET', prefix .. 'restored')
 end
 if args.lineage <= run.lineage then
   return fail('lineage ' .. args.lineage .. ' cannot be opened: the run is in lineage ' .. run.lineage)
 end
 
+local FORGOTTEN_ADMISSIONS = 10000
 local frontier = args.frontier
 local is_pending = {}
 for _, entry in ipairs(frontier.pending) do
@@ -22,25 +24,32 @@ local function is_untrained(header)
 end
 
 local function keep_or_orphan()
-  local kept, report = {}, { kept = 0, orphaned = 0, reissued = 0 }
+  local kept, kept_ids, report = {}, {}, { kept = 0, orphaned = 0, reissued = 0 }
   for _, packed in ipairs(call('HVALS', HEADERS)) do
     local header = unpack_value(packed)
-    if header.state == 'ready' and header.newest <= args.number and is_untrained(header) then
+    if header.state ~= 'in_flight' and header.newest <= args.number and is_untrained(header) then
+      if header.state == 'taken' then
+        header.state, header.step = 'ready', nil
+        save(header)
+        count('taken', -header.good)
+        count('buffered', header.good)
+      end
       kept[header.epoch .. '.' .. header.position] = true
+      kept_ids[header.id] = true
       report.kept = report.kept + 1
     else
       leave(header, 'evicted', 'orphaned')
       report.orphaned = report.orphaned + 1
     end
   end
-  return kept, report
+  return kept, kept_ids, report
 end
 
-local function free_trained_steps()
+local function free_trained_steps(kept_ids)
   local flat = call('HGETALL', STEPS)
   for i = 2, #flat, 2 do
     for _, id in ipairs(unpack_value(flat[i])) do
-      set('reserved', run.reserved - drop_payloads(id))
+      if not kept_ids[id] then set('reserved', run.reserved - drop_payloads(id)) end
     end
   end
   call('DEL', STEPS, HELD)
@@ -71,6 +80,31 @@ local function issue_again(kept, report)
   set('cursor', position)
 end
 
+-- How many prompts that are not trained at the frontier are now nowhere; it must be 0.
+local function count_lost(live_epoch, live_cursor)
+  local present = {}
+  for _, packed in ipairs(call('LRANGE', REISSUE, 0, -1)) do
+    local entry = unpack_value(packed)
+    present[entry[1] .. '.' .. entry[2]] = true
+  end
+  for _, packed in ipairs(call('HVALS', HEADERS)) do
+    local header = unpack_value(packed)
+    present[header.epoch .. '.' .. header.position] = true
+  end
+  local lost = 0
+  for place in pairs(is_pending) do
+    if not present[place] then lost = lost + 1 end
+  end
+  for epoch = frontier.epoch, live_epoch do
+    local first = epoch == frontier.epoch and frontier.cursor or 0
+    local last = epoch == live_epoch and live_cursor or run.num_prompts
+    for position = first, last - 1 do
+      if not present[epoch .. '.' .. position] then lost = lost + 1 end
+    end
+  end
+  return lost
+end
+
 -- The trained ones are the frontier's. What was admitted and is in no other bucket was orphaned.
 local function settle_counters()
   local then_counted, live = {}, {}
@@ -94,14 +128,18 @@ local function settle_counters()
   count('evicted:orphaned', orphaned)
 end
 
-local kept, report = keep_or_orphan()
-free_trained_steps()
+local kept, kept_ids, report = keep_or_orphan()
+free_trained_steps(kept_ids)
+local live_epoch, live_cursor = run.epoch, run.cursor
 issue_again(kept, report)
+report.lost = count_lost(live_epoch, live_cursor)
 settle_counters()
 set('lineage', args.lineage)
 set('published', args.number)
 set('restored', args.number)
-set('opened', 1)
+-- Groups that the server has forgotten may still be played: their ids are not given out a second time.
+if args.lineage > 0 and run.opened ~= this_life() then set('next_admission', run.next_admission + FORGOTTEN_ADMISSIONS) end
+set('opened', this_life())
 local packed = pack(report)
 call('SET', prefix .. 'restored', packed)
 return packed

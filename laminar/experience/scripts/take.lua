@@ -1,8 +1,7 @@
 #!lua flags=allow-oom
 -- args: lineage, step, groups. All or none; a step that was taken before answers what it took then.
-if run.opened ~= 1 or args.lineage ~= run.lineage then
-  return fail('step ' .. args.step .. ' belongs to lineage ' .. args.lineage .. ', the run is in lineage ' .. run.lineage)
-end
+local refusal = fenced('step ' .. args.step)
+if refusal then return refusal end
 local field = args.lineage .. '.' .. args.step
 local taken = call('HGET', STEPS, field)
 if taken then return taken end

@@ -1,0 +1,210 @@
+"""Is anything lost or trained twice when processes die? `python -m benchmarks.faults [--rounds N] [--seed S] [--quick]`.
+
+A round is one run of the tiny recipe to its end, in which one or two processes are killed with SIGKILL: worker, engine,
+trainer, relay or Redis server, at random moments, also while it is being restarted. Then the run's committed history
+(checkpoints and replay spool) is audited. The printed value is the number of prompts lost or trained twice, of steps missing
+in `metrics.jsonl` or told twice, and of runs that did not end or left something behind. Bar: 0. `--quick`: as many rounds as
+end within 55 s, at least one.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from laminar.cluster.processes import end_processes, marked_processes
+from laminar.run_folder import RunFolder
+from laminar.telemetry.files import read_lines
+from trainer.audit import audit_run
+from trainer.spool import ReplaySpool
+
+ROOT = Path(__file__).resolve().parents[1]
+ROLES = ("worker", "engine", "trainer", "relay", "redis")
+MAX_STEPS = 30
+SETTINGS = (
+    f"run.max_steps={MAX_STEPS}",
+    "checkpoint.every_steps=4",
+    "rollout.lease_seconds=4",
+    "trainer.algorithm.options.filter_zero_variance=false",
+    "eval.path=''",
+)
+RUN_SECONDS = 240.0
+APPEAR_SECONDS = 30.0
+"""A role that is to be killed while it is being started is waited for so long."""
+QUICK_SECONDS = 55.0
+
+
+class Round:
+    """One run under fire."""
+
+    def __init__(self, directory: Path, rng: random.Random, kills: int) -> None:
+        self._directory, self._rng = directory, rng
+        self._marks = sorted((rng.randrange(MAX_STEPS - 4), rng.choice(ROLES), rng.random()) for _ in range(kills))
+        self.killed: list[str] = []
+        self.problems: list[str] = []
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        """Start it, kill, wait for its end, audit it."""
+        started = time.monotonic()
+        command = [sys.executable, "-m", "laminar.cli.main", "run", "deploy/recipes/tiny.toml", *SETTINGS]
+        command.append(f"run.directory={self._directory}")
+        output = self._directory / "output.txt"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with output.open("w") as file:
+            run = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=environment, start_new_session=True)
+        try:
+            for step, role, delay in self._marks:
+                if self._wait_for_step(step, run, started):
+                    time.sleep(delay)
+                    self._kill(role)
+            code: int | None = run.wait(max(1.0, started + RUN_SECONDS - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+                run.wait()
+        self.seconds = time.monotonic() - started
+        if code != 0:
+            last = output.read_text().strip().splitlines()[-3:]
+            self.problems.append(f"the run {'did not end' if code is None else f'ended with {code}'}: {' / '.join(last)}")
+        self._audit()
+
+    @property
+    def _folder(self) -> RunFolder | None:
+        paths = [path for path in self._directory.iterdir() if path.is_dir()]
+        return RunFolder(paths[0]) if paths else None
+
+    def _wait_for_step(self, step: int, run: "subprocess.Popen[bytes]", started: float) -> bool:
+        """Whether the run got there; at step 0, whether its trainer was started."""
+        while run.poll() is None and time.monotonic() < started + RUN_SECONDS:
+            folder = self._folder
+            if folder is not None and ("trainer-0" in self._roles(folder) if step == 0 else last_step(folder) >= step):
+                return True
+            time.sleep(0.02)
+        return False
+
+    def _roles(self, folder: RunFolder) -> dict[str, int]:
+        with contextlib.suppress(FileNotFoundError):
+            return folder.read_state().roles
+        return {}
+
+    def _kill(self, role: str) -> None:
+        folder, deadline = self._folder, time.monotonic() + APPEAR_SECONDS
+        assert folder is not None
+        while time.monotonic() < deadline:
+            for pid in self._pids(folder, role):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed.append(role)
+                    return
+            time.sleep(0.02)
+
+    def _pids(self, folder: RunFolder, role: str) -> list[int]:
+        named = {"worker": "rollout-0", "trainer": "trainer-0", "relay": "relay-0"}
+        if role in named:
+            pid = self._roles(folder).get(named[role])
+            return [] if pid is None else [pid]
+        sign = {"engine": b"rollout.engines.server", "redis": b"valkey.conf"}[role]
+        found = []
+        for pid in marked_processes(folder.path.name):
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if sign in command and b"lifeline.py" not in command:
+                    found.append(pid)
+        return found
+
+    def _audit(self) -> None:
+        folder = self._folder
+        if folder is None:
+            return
+        if left := marked_processes(folder.path.name):
+            self.problems.append(f"{len(left)} processes outlived the run")
+            end_processes(folder.path.name, 10.0)
+        rows = (ROOT / "models" / "tiny" / "train.jsonl").read_text().splitlines()
+        audit = audit_run(folder.checkpoints, len(rows))
+        steps = [line["step"] for line in read_lines(folder.metrics) if line["kind"] == "step"]
+        digests = {line["step"]: line["batch"] for line in read_lines(folder.metrics) if line["kind"] == "step"}
+        if audit.num_steps != MAX_STEPS or audit.missing_steps:
+            self.problems.append(f"{audit.num_steps} of {MAX_STEPS} steps are in the history")
+        if steps != list(range(1, MAX_STEPS + 1)):
+            self.problems.append(f"metrics.jsonl holds the steps {steps}")
+        self.problems += [f"prompt {place} was trained twice" for place in audit.twice]
+        self.problems += [f"prompt {place} was lost" for place in audit.unaccounted]
+        self.problems += differing_batches(folder, digests)
+
+
+def last_step(folder: RunFolder) -> int:
+    """The newest step in `metrics.jsonl`."""
+    lines = read_lines(folder.metrics) if folder.metrics.exists() else []
+    return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
+
+
+def differing_batches(folder: RunFolder, digests: dict[int, str]) -> list[str]:
+    """Steps whose logged batch is not the one in the committed history."""
+    history = ReplaySpool(folder.checkpoints).history()
+    return [
+        f"step {entry.step} trained {entry.batch}, metrics.jsonl says {digests[entry.step]}"
+        for entry in history
+        if digests.get(entry.step, entry.batch) != entry.batch
+    ]
+
+
+def main() -> int:
+    """Print one JSON line last; exit code 0 whatever the outcome."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="as many rounds as end within 55 s")
+    arguments = parser.parse_args()
+    rng, started, longest = random.Random(arguments.seed), time.monotonic(), 0.0
+    if not (ROOT / "models" / "tiny" / "config.json").exists():
+        subprocess.run([sys.executable, "-m", "rollout.tiny", "models/tiny"], cwd=ROOT, check=True)
+    rounds: list[Round] = []
+    with tempfile.TemporaryDirectory(prefix="laminar-faults-") as scratch:
+        while len(rounds) < arguments.rounds:
+            if arguments.quick and rounds and time.monotonic() - started + longest > QUICK_SECONDS:
+                break
+            directory = Path(scratch) / f"round-{len(rounds)}"
+            directory.mkdir()
+            rounds.append(Round(directory, rng, kills=1 if arguments.quick else rng.choice((1, 2))))
+            rounds[-1].run()
+            longest = max(longest, rounds[-1].seconds)
+            last = rounds[-1]
+            print(f"round {len(rounds)}: killed {', '.join(last.killed) or 'nobody'}; {last.seconds:.0f} s", flush=True)
+            for problem in last.problems:
+                print(f"  {problem}", flush=True)
+    print(json.dumps(summary(rounds, time.monotonic() - started)))
+    return 0
+
+
+def summary(rounds: list[Round], seconds: float) -> dict[str, Any]:
+    """The closing line."""
+    problems = [problem for one in rounds for problem in one.problems]
+    return {
+        "name": "faults",
+        "value": len(problems),
+        "unit": "prompts lost or trained twice, steps missing or told twice, runs that did not end",
+        "bar": 0,
+        "holds": not problems,
+        "rounds": len(rounds),
+        "kills": Counter(role for one in rounds for role in one.killed),
+        "problems": problems[:20],
+        "seconds_per_round": [round(one.seconds, 1) for one in rounds],
+        "seconds": round(seconds, 1),
+        "machine": {"cpus": os.cpu_count(), "load": os.getloadavg()},
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,216 @@
+"""The trainer's loop on a server that dies under it at every point of a step: nothing is trained twice, nothing is lost.
+
+Training is a stand-in; server, data module, sampling, spool and loop are real.
+"""
+
+import asyncio
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import redis
+
+from laminar.config.root import LaminarConfig
+from laminar.experience.client import connect
+from laminar.experience.server import EmbeddedServer
+from laminar.experience.store import ExperienceStore
+from laminar.telemetry.stream import TelemetryReader, TelemetryWriter
+from trainer.audit import audit_run
+from trainer.authority import Authority
+from trainer.loop import TrainingLoop
+from trainer.progress import Progress
+from trainer.publishing import WeightPublisher
+from trainer.spool import ReplaySpool
+from trainer.step import StepReport
+
+pytestmark = pytest.mark.heavy
+
+STEPS, PROMPTS = 6, 100
+SETTINGS = {"prompts_per_step": 2, "max_staleness": 1, "group_size": 2}
+
+
+@pytest.fixture
+def server(tmp_path):
+    with EmbeddedServer(tmp_path / "redis") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server):
+    connected = await connect(server.url)
+    yield connected
+    await connected.aclose()
+
+
+def config():
+    return LaminarConfig.model_validate(
+        {
+            "run": {"max_steps": STEPS},
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "rollout": {"group_size": 2},
+            "trainer": {"prompts_per_step": 2},
+            "checkpoint": {"every_steps": 100},
+            "staleness": {"max_staleness": 1},
+        }
+    )
+
+
+def reboot(server, tmp_path, lost_bytes=0):
+    """Kill the server and start it again, the end of its append-only file lost."""
+    with redis.Redis.from_url(server.url) as probe:
+        os.kill(int(probe.info("server")["process_id"]), signal.SIGKILL)
+    server._process.wait(10)
+    (log,) = (tmp_path / "redis" / "appendonlydir").glob("*.incr.aof")
+    with log.open("r+b") as file:
+        file.truncate(max(0, log.stat().st_size - lost_bytes))
+    server.start()
+
+
+class Weights:
+    """The relay's publisher: knows the newest version."""
+
+    def __init__(self):
+        self.newest = None
+
+    def publish(self, version, tensors):
+        self.newest = version
+        return SimpleNamespace(skipped=False, bytes=0, reason="")
+
+
+class Session:
+    """Trains nothing, but keeps the spool; `during` runs in the torch thread in the middle of a step."""
+
+    def __init__(self, folder, during):
+        self.spool, self.saved_step, self.during = ReplaySpool(folder), 0, during
+        self.algorithm = SimpleNamespace(keeps=lambda group: True)
+
+    def train(self, groups, step):
+        self.during(step)
+        return StepReport(step, {"reward/mean": 1.0, "train/tokens": 12.0}, 12, None)
+
+    def save(self, progress, frontier):
+        self.saved_step = progress.step
+
+
+async def play_for_ever(run, weights, play):
+    """Workers on the newest version; what they are refused they drop."""
+    while True:
+        version = weights.newest
+        claim = await run.claim(str(version), groups=3) if version else None
+        groups = claim.groups if claim else ()
+        trajectories = [play(group.group_id, member, str(version)) for group in groups for member in group.members]
+        if trajectories:
+            await run.buffer.submit_many(trajectories, "w")
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def train_through(tmp_path, client, make_run, trajectory_maker):
+    """Run the loop to its end while `during(step)` disturbs it; the run, its telemetry and the session."""
+
+    async def go(during, keep_filled=False):
+        store = ExperienceStore(client, "r")
+        run = await make_run(PROMPTS, opened=False, store=store, **SETTINGS)
+        weights, session = Weights(), Session(tmp_path / "checkpoints", during)
+        publisher = WeightPublisher(weights, lambda: iter(()))
+        telemetry = TelemetryWriter(client, "r", "trainer-0")
+
+        async def refill():
+            while True:
+                if not await client.exists(store.key("run")):
+                    await make_run(PROMPTS, opened=False, store=store, **SETTINGS)
+                await asyncio.sleep(0.02)
+
+        with ThreadPoolExecutor(1) as thread:
+            authority = Authority(run.buffer, publisher, lambda: weights.newest, telemetry, thread, Progress(), None)
+            await authority.open()
+            loop = TrainingLoop(config(), session, publisher, run.buffer, telemetry, authority, thread)
+            others = [asyncio.create_task(play_for_ever(run, weights, trajectory_maker.play))]
+            others += [asyncio.create_task(refill())] if keep_filled else []
+            async with asyncio.timeout(60):
+                result = await loop.run()
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+        assert result == {"reason": "max_steps", "step": STEPS}
+        return run, session
+
+    return go
+
+
+async def assert_exactly_once(run, session, tmp_path, lineage):
+    found = audit_run(tmp_path / "checkpoints", PROMPTS)
+    assert (found.num_steps, found.missing_steps, found.twice, found.unaccounted) == (STEPS, (), (), ())
+    snapshot = await run.buffer.peek()
+    assert str(snapshot.published) == f"{lineage}.{STEPS}"
+    assert snapshot.counters.is_balanced
+    assert snapshot.counters.trained == STEPS * 2 * 2
+    told = [event for event in await TelemetryReader(run.store.client, "r").read() if event.kind == "step"]
+    assert {event.metrics["train/step"] for event in told} >= set(range(2, STEPS + 1))
+
+
+async def test_undisturbed(train_through, tmp_path):
+    run, session = await train_through(lambda step: None)
+    await assert_exactly_once(run, session, tmp_path, lineage=0)
+
+
+@pytest.mark.parametrize("lost_bytes", [0, 500, 5000], ids=["nothing_lost", "some_lost", "more_lost"])
+async def test_a_server_that_is_restarted_while_a_step_trains(train_through, server, tmp_path, lost_bytes):
+    def during(step):
+        if step == 3:
+            reboot(server, tmp_path, lost_bytes)
+
+    run, session = await train_through(during)
+    await assert_exactly_once(run, session, tmp_path, lineage=1)
+
+
+async def test_a_server_that_is_restarted_in_every_step(train_through, server, tmp_path):
+    run, session = await train_through(lambda step: reboot(server, tmp_path, 300))
+    await assert_exactly_once(run, session, tmp_path, lineage=STEPS)
+
+
+async def test_a_server_that_is_replaced_by_an_empty_one_while_a_step_trains(train_through, server, tmp_path):
+    def during(step):
+        if step == 3:
+            with redis.Redis.from_url(server.url) as client:
+                client.flushall()
+
+    run, session = await train_through(during, keep_filled=True)
+    await assert_exactly_once(run, session, tmp_path, lineage=1)
+
+
+@pytest.mark.parametrize("command", ["commit", "publish", "ack"])
+async def test_a_server_that_dies_between_the_calls_of_a_step(train_through, server, tmp_path, command, monkeypatch):
+    """The server dies right after the spool file is there, after the number is published, or after the ack."""
+    from laminar.experience.buffer import ExperienceBuffer
+
+    def after(owner, name, is_step):
+        original = getattr(owner, name)
+        if name == "commit":
+
+            def committed(self, header, groups):
+                length = original(self, header, groups)
+                if header.step == 3:
+                    reboot(server, tmp_path, 200)
+                return length
+
+            monkeypatch.setattr(owner, name, committed)
+            return
+
+        async def called(self, *arguments, **more):
+            await original(self, *arguments, **more)
+            if is_step(*arguments):
+                await asyncio.to_thread(reboot, server, tmp_path, 200)
+
+        monkeypatch.setattr(owner, name, called)
+
+    after(
+        ReplaySpool if command == "commit" else ExperienceBuffer,
+        command,
+        lambda lineage, number: (lineage, number) == (0, 3),
+    )
+    run, session = await train_through(lambda step: None)
+    await assert_exactly_once(run, session, tmp_path, lineage=1)
