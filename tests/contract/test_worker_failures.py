@@ -104,7 +104,7 @@ class Player:
     def __init__(self, troubles, wall_seconds):
         self.troubles, self.wall_seconds, self.played = troubles, wall_seconds, Counter()
 
-    async def play(self, engine, group, member, attempt, purpose):
+    async def play(self, engine, group, member, attempt, purpose, journal=None):
         return await play_episode(
             group=group,
             member=member,
