@@ -174,31 +174,28 @@ class TrainingLoop:
         self, batch: Batch, report: StepReport, published: Published, step: int, seconds: float
     ) -> dict[str, float]:
         counters, headers = batch.snapshot.counters, batch.snapshot.headers
-        return (
-            report.metrics
-            | batch.metrics()
-            | {
-                "train/step": step,
-                "train/skipped_steps": self.progress.skipped_steps,
-                "throughput/trajectories_per_second": sum(map(len, batch.groups)) / max(seconds, 1e-9),
-                "time/step_seconds": seconds,
-                "time/sample_wait_seconds": batch.waited_seconds,
-                "time/publish_stall_seconds": published.stall_seconds,
-                "time/spool_seconds": self._spool_seconds,
-                "weights/publish_bytes": published.num_bytes,
-                "weights/trainer_version": step,
-                "weights/skipped_publishes": self._publisher.skipped_publishes,
-                "staleness/dropped_groups": self._source.dropped_groups,
-                "experience/ready_groups": sum(h.state is GroupState.READY for h in headers),
-                "experience/open_groups": sum(h.state is GroupState.IN_FLIGHT for h in headers),
-                "experience/bytes": batch.snapshot.reserved_bytes,
-                "experience/admitted": counters.admitted,
-                "experience/trained": counters.trained,
-                "experience/evicted": counters.num_evicted,
-                "experience/filtered": counters.filtered,
-                "experience/failed": counters.num_failed,
-            }
-        )
+        metrics = report.metrics | batch.metrics()
+        return metrics | {
+            "train/step": step,
+            "train/skipped_steps": self.progress.skipped_steps,
+            "throughput/trajectories_per_second": sum(map(len, batch.groups)) / max(seconds, 1e-9),
+            "time/step_seconds": seconds,
+            "time/sample_wait_seconds": batch.waited_seconds,
+            "time/publish_stall_seconds": published.stall_seconds,
+            "time/spool_seconds": self._spool_seconds,
+            "weights/publish_bytes": published.num_bytes,
+            "weights/trainer_version": step,
+            "weights/skipped_publishes": self._publisher.skipped_publishes,
+            "staleness/dropped_groups": self._source.dropped_groups,
+            "experience/ready_groups": sum(h.state is GroupState.READY for h in headers),
+            "experience/open_groups": sum(h.state is GroupState.IN_FLIGHT for h in headers),
+            "experience/bytes": batch.snapshot.reserved_bytes,
+            "experience/admitted": counters.admitted,
+            "experience/trained": counters.trained,
+            "experience/evicted": counters.num_evicted,
+            "experience/filtered": counters.filtered,
+            "experience/failed": counters.num_failed,
+        }
 
     async def _save(self) -> None:
         """Save a checkpoint: weights, optimizer, frontier and counters of the same step."""

@@ -104,6 +104,7 @@ class BatchSource:
     ) -> None:
         self._config, self._buffer, self._keeps, self._notice = config, buffer, keeps, notice
         self._order = resolve(config.experience.sampler, SAMPLERS, "experience.sampler")
+        self._batch_size = config.trainer.prompts_per_step
         self._judged: dict[str, Group] = {}
         self._newest: dict[str, int] = {}
         self._dropped_before: Counter[str] | None = None
@@ -130,7 +131,8 @@ class BatchSource:
             if self._dropped_before is None:
                 self._dropped_before = Counter(snapshot.counters.dropped_lengths)
             filtered = await self._filter(snapshot, wait)
-            await self._check_rounds(snapshot, wait)
+            if sum(h.state is GroupState.READY and h.group_id in self._judged for h in snapshot.headers) < self._batch_size:
+                await self._check_rounds(snapshot, wait)
             if not filtered and not await self._evict_fully_masked(snapshot, step):
                 plan = self._plan(snapshot, step)
                 if plan.over_age:
@@ -147,7 +149,7 @@ class BatchSource:
         return plan_batch(
             snapshot.headers,
             trained_on=step - 1,
-            prompts_per_step=self._config.trainer.prompts_per_step,
+            prompts_per_step=self._batch_size,
             max_staleness=self._config.staleness.bound,
             order=self._order,
             end_of_data=snapshot.end_of_data,
@@ -176,10 +178,10 @@ class BatchSource:
             wait.failed_before = failures
         failures = failures - wait.failed_before
         num_failed = failures.total() // self._config.rollout.group_size
-        rounds = (wait.num_filtered + num_failed) // trainer.prompts_per_step
+        rounds = (wait.num_filtered + num_failed) // self._batch_size
         if rounds < trainer.max_filter_rounds or rounds <= wait.rounds_noticed:
             return
-        text = f"{rounds} rounds of {trainer.prompts_per_step} groups gave no batch: " + describe_useless(
+        text = f"{rounds} rounds of {self._batch_size} groups gave no batch: " + describe_useless(
             wait.num_filtered, num_failed, failures
         )
         if trainer.on_uninformative == "stop":
@@ -230,6 +232,7 @@ class BatchSource:
             return
         if wait.due_since and now - min(wait.due_since.values()) > staleness.max_wait_seconds:
             await self._evict(self._fewest(snapshot, step), EvictionReason.WAITED_TOO_LONG)
+            wait.due_since = None  # the same prompts, issued again, have their own time
             return
         if now - max(wait.started, wait.noticed) > WAIT_NOTICE_SECONDS:
             wait.noticed = now
@@ -237,9 +240,7 @@ class BatchSource:
         await asyncio.sleep(POLL_SECONDS)
 
     def _fewest(self, snapshot: Snapshot, step: int) -> Sequence[str]:
-        return fewest_evictions(
-            snapshot.headers, trained_on=step - 1, prompts_per_step=self._config.trainer.prompts_per_step
-        )
+        return fewest_evictions(snapshot.headers, trained_on=step - 1, prompts_per_step=self._batch_size)
 
     async def _evict(self, group_ids: Sequence[str], reason: EvictionReason) -> None:
         logger.info("evicting %s: %s", ", ".join(group_ids), reason)

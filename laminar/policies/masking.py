@@ -8,7 +8,7 @@ Under `wait` and `drop` no token is ever over age, so the same mask costs nothin
 resumed run has another policy or bound than its groups were admitted under.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from laminar.types import BoolArray, Chain, Trajectory
 
@@ -25,13 +25,17 @@ def trained_mask(chain: Chain, oldest_trained: int) -> BoolArray:
         chain: may mix versions.
         oldest_trained: see `oldest_trained_number`.
     """
-    mask = chain.mask()
-    return mask & (chain.version_numbers() >= oldest_trained) if oldest_trained else mask
+    mask, start = chain.mask(), 0
+    for segment in chain.segments:
+        if segment.version is not None and segment.version.number < oldest_trained:
+            mask[start : start + len(segment)] = False
+        start += len(segment)
+    return mask
 
 
 def num_over_age_tokens(trajectory: Trajectory, oldest_trained: int) -> int:
     """Tokens that only their age keeps out of the loss."""
-    return sum(int((chain.mask() & ~trained_mask(chain, oldest_trained)).sum()) for chain in trajectory.chains)
+    return sum(count for number, count in _trained_segments(trajectory) if number < oldest_trained)
 
 
 def newest_trained_number(group: Sequence[Trajectory]) -> int:
@@ -40,5 +44,12 @@ def newest_trained_number(group: Sequence[Trajectory]) -> int:
     Returns:
         -1 if no token may be trained at any age.
     """
-    numbers = (chain.version_numbers()[chain.mask()] for member in group for chain in member.chains)
-    return max((int(found.max()) for found in numbers if len(found)), default=-1)
+    return max((number for member in group for number, count in _trained_segments(member) if count), default=-1)
+
+
+def _trained_segments(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
+    """Number of the version, and count of tokens that are trained at some age, of every sampled segment."""
+    for chain in trajectory.chains:
+        for segment in chain.segments:
+            if segment.version is not None:
+                yield segment.version.number, len(segment) - segment.masked_head_tokens

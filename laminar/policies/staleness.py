@@ -3,11 +3,9 @@
 Words: K = `max_staleness`, B = `prompts_per_step`, t = published number, e = number of the engine that samples, n = number
 that a batch is trained on. A group admitted under K with oldest number o is trained on o + K at the latest, its *deadline*.
 
-Why the bound holds. A group is admitted only if all outstanding groups, itself included, fit into the batches up to its own
-deadline: outstanding + 1 <= (e + K - t + 1) * B. So training in order of admission meets every deadline, hence (earliest
-deadline first) at most (d + 1) * B untaken groups ever have a deadline <= n + d. A batch may then be drawn in any order
-that leaves at most d * B of them for the d batches that follow, for every d; the next batch finds the same state.
-A retry, an adoption or a late submit either brings no deadline nearer, or passes the test of admission anew.
+Why the bound holds: a group is admitted only if all outstanding groups, itself included, fit into the batches up to its own
+deadline, so at most (d + 1) * B untaken groups ever have a deadline <= n + d; a batch may then be drawn in any order that
+leaves at most d * B of them, for every d. `README.md` has the proof. Under policy `mask` groups have no deadline.
 
 Nothing here does I/O, knows the time, or keeps state: the caller hands in headers and numbers and acts on the answer.
 """

@@ -9,6 +9,7 @@ import pytest
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError, RunFailedError
 from laminar.policies.masking import num_over_age_tokens, oldest_trained_number, trained_mask
+from laminar.telemetry.registry import check_declared
 from laminar.types import EvictionReason, GroupState
 from trainer.sampling import BatchSource
 
@@ -130,6 +131,7 @@ async def test_groups_without_a_token_left_are_evicted_before_they_are_taken(mas
     counters = await run.buffer.counters()
     assert (counters.evicted, counters.reissued, counters.dropped_lengths) == ({"fully_masked": 1}, 1, {"64": 1})
     assert batch.metrics()["staleness/dropped_length_64"] == 1
+    check_declared(batch.metrics())
     assert (await run.claim("0.2", groups=1)).groups[0].prompt == early.prompt
 
 

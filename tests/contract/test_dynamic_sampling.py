@@ -6,6 +6,7 @@ import pytest
 
 from laminar.config.root import LaminarConfig
 from laminar.errors import RunFailedError
+from laminar.telemetry.registry import check_declared
 from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.options import GrpoOptions
 from trainer.sampling import BatchSource
@@ -87,6 +88,7 @@ async def test_a_one_none_and_two_informative_groups_train_after_the_third_round
     assert (batch.num_judged, batch.num_kept) == (12, 3)
     assert batch.metrics()["experience/judged_groups"] == 12
     assert batch.metrics()["experience/kept_ratio"] == 0.25
+    check_declared(batch.metrics())
     assert (await table.run.buffer.counters()).is_balanced
 
 

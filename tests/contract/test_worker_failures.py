@@ -38,7 +38,7 @@ class Engine:
     def __init__(self):
         self.running, self.aborted, self.hang = {}, [], set()
 
-    async def generate(self, input_ids, sampling, request_id):
+    async def generate(self, input_ids, sampling, request_id, on_segment=None):
         prompt = "".join(map(chr, input_ids))
         if prompt in self.hang:
             self.running[request_id] = prompt

@@ -155,6 +155,7 @@ def test_all_faults_are_told_at_once(folder):
             "`experience.max_bytes` holds 8 groups of the 16 that the staleness bound admits",
         ),
         ('staleness = {max_staleness = "unbounded", policy = "drop"}', "no group is ever due"),
+        ('staleness = {max_staleness = "unbounded", policy = "mask"}', "no token over age"),
         ("run.no_progress_seconds = 600", "the run may stop while the trainer still waits"),
         ("trainer.num_ranks = 9\nrollout.group_size = 2\ntrainer.prompts_per_step = 4", "leaves 1 of them idle"),
         ("environment.wall_seconds = 10", "`rewards[0].timeout_seconds` is 30: the episode ends after"),

@@ -95,6 +95,12 @@ def test_the_worst_staleness_is_said_in_words(load, setting, words):
     assert [word for word in words if word not in text] == []
 
 
+def test_masking_says_what_becomes_of_old_tokens_and_their_rewards(load):
+    text = " ".join(staleness_in_words(load('staleness.policy = "mask"')))
+    assert 'Policy "mask": nobody waits' in text
+    assert "leave the loss" in text
+
+
 def test_dropping_names_what_it_costs(load):
     text = " ".join(staleness_in_words(load('staleness.policy = "drop"')))
     assert "long answers are trained less often than short ones" in text
