@@ -12,6 +12,7 @@ claims are not counted, encoding and decoding are. Side by side in one run, orde
 - flat: milliseconds a 200-token trajectory with 1,000 and with 100,000 (--quick: 20,000) others buffered. Bar: within 20 %.
 - fetch (full mode only): 1,024 trajectories of 16,000 tokens read by 1, 2 and 4 ranks at once.
 
+CPU microseconds a trajectory, of all processes together, are reported too: other load on the machine hardly moves them.
 The printed value is the worst ratio to its bar over all bars that were measured.
 """
 
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.buffer_peer import measure_peer
-from benchmarks.buffer_sides import GROUP_SIZE, Producers, Side, make_trajectory, run_bare, run_ours, run_pickle
+from benchmarks.buffer_sides import GROUP_SIZE, Cost, Producers, Side, make_trajectory, run_bare, run_ours, run_pickle
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.prompts import PromptPool
@@ -54,7 +55,7 @@ class Plan:
     deadline_seconds: float
 
 
-QUICK = Plan({200: 2048, 16_000: 192}, 3, 20_000, 22.0)
+QUICK = Plan({200: 2048, 16_000: 128}, 3, 20_000, 12.0)
 FULL = Plan({200: 16_384, 16_000: 1024}, 5, 100_000, 1e9)
 
 
@@ -65,16 +66,18 @@ def measure_sides(server: EmbeddedServer, plan: Plan) -> dict[str, dict[str, flo
     with Producers(4) as producers:
         for num_tokens, count in plan.counts.items():
             for num_producers in (1, 4):
-                seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+                costs: dict[str, list[Cost]] = {name: [] for name in SIDES}
                 for repeat in range(plan.repeats):
                     if repeat and time.perf_counter() > deadline:
                         break
                     for name in list(SIDES) if repeat % 2 == 0 else reversed(SIDES):
-                        seconds[name].append(SIDES[name](server.url, producers, num_producers, num_tokens, count))
-                rates = {name: count / statistics.median(values) for name, values in seconds.items()}
+                        costs[name].append(SIDES[name](server.url, producers, num_producers, num_tokens, count))
+                rates = {name: count / statistics.median(cost.wall for cost in some) for name, some in costs.items()}
+                processor = {name: statistics.median(cost.processor for cost in some) for name, some in costs.items()}
                 figures[f"{num_tokens}x{num_producers}"] = rates | {
                     "ours_megabytes_per_second": rates["ours"] * num_tokens * 8 / 1e6,
-                    "runs": len(seconds["ours"]),
+                    "runs": len(costs["ours"]),
+                    **{f"{name}_processor_microseconds": value / count * 1e6 for name, value in processor.items()},
                 }
                 print(f"{num_tokens}x{num_producers}", {k: round(v, 1) for k, v in rates.items()}, flush=True)
     return figures

@@ -1,6 +1,6 @@
 """The sides that `benchmarks.buffer` compares: producer processes, and the consumer in the calling process.
 
-A side is a function of (url, producers, how many of them, tokens, trajectories) that returns wall seconds. `python -m
+A side is a function of (url, producers, how many of them, tokens, trajectories) that returns what it took. `python -m
 benchmarks.buffer_sides URL RUN GROUP...` is one rank that reads its share of a batch and prints the seconds.
 """
 
@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -94,10 +95,9 @@ class Producers:
         for pipe in self._busy:
             pipe.send("go")
 
-    def join(self) -> None:
-        """Wait until all have ended."""
-        for pipe in self._busy:
-            pipe.recv()
+    def join(self) -> float:
+        """Wait until all have ended; the seconds of CPU that they took."""
+        return sum(float(pipe.recv()) for pipe in self._busy)
 
     def __enter__(self) -> "Producers":
         return self
@@ -108,15 +108,40 @@ class Producers:
             process.join(5)
 
 
-Side = Callable[[str, Producers, int, int, int], float]
+@dataclass(frozen=True)
+class Cost:
+    """Seconds by the clock, and of CPU of all processes together, the server's included."""
+
+    wall: float
+    processor: float
 
 
-def run_ours(url: str, producers: Producers, num_producers: int, num_tokens: int, count: int) -> float:
+Side = Callable[[str, Producers, int, int, int], Cost]
+
+
+class Meter:
+    """Measures from its making to `stop`."""
+
+    def __init__(self, url: str) -> None:
+        self._server = redis.Redis.from_url(url)
+        self._server_start, self._start, self._wall = self._server_seconds(), time.process_time(), time.perf_counter()
+
+    def _server_seconds(self) -> float:
+        usage: Any = self._server.info("cpu")
+        return float(usage["used_cpu_user"] + usage["used_cpu_sys"])
+
+    def stop(self, producers: Producers) -> Cost:
+        """The cost so far."""
+        wall, own = time.perf_counter() - self._wall, time.process_time() - self._start
+        return Cost(wall, own + producers.join() + self._server_seconds() - self._server_start)
+
+
+def run_ours(url: str, producers: Producers, num_producers: int, num_tokens: int, count: int) -> Cost:
     """Submit, take, fetch, publish, ack."""
     return asyncio.run(_consume_ours(url, producers, num_producers, num_tokens, count))
 
 
-async def _consume_ours(url: str, producers: Producers, num_producers: int, num_tokens: int, count: int) -> float:
+async def _consume_ours(url: str, producers: Producers, num_producers: int, num_tokens: int, count: int) -> Cost:
     client, run_id = await connect(url), uuid.uuid4().hex[:8]
     store = ExperienceStore(client, run_id)
     pool, buffer = PromptPool(store), ExperienceBuffer(store)
@@ -133,7 +158,7 @@ async def _consume_ours(url: str, producers: Producers, num_producers: int, num_
         claim = await pool.claim("w", WeightVersion(0, 0), num_groups - len(groups), 3600)
         groups += [group.group_id for group in claim.groups]
     producers.prepare("ours", [(url, run_id, groups[i::num_producers], num_tokens) for i in range(num_producers)])
-    started = time.perf_counter()
+    meter = Meter(url)
     producers.go()
     left, step = num_groups, 0
     while left:
@@ -149,29 +174,28 @@ async def _consume_ours(url: str, producers: Producers, num_producers: int, num_
         await buffer.publish(0, step)
         await buffer.ack(0, step)
         left -= len(ready)
-    seconds = time.perf_counter() - started
-    producers.join()
+    cost = meter.stop(producers)
     await client.aclose()
-    return seconds
+    return cost
 
 
-def run_bare(url: str, producers: Producers, num_producers: int, num_tokens: int, count: int) -> float:
+def run_bare(url: str, producers: Producers, num_producers: int, num_tokens: int, count: int) -> Cost:
     """Pipelined XADD of frames made before; XREAD of as many as are there; nothing decoded."""
     return _consume_stream(url, producers, num_producers, num_tokens, count, "bare", PIPELINE)
 
 
-def run_pickle(url: str, producers: Producers, num_producers: int, num_tokens: int, count: int) -> float:
+def run_pickle(url: str, producers: Producers, num_producers: int, num_tokens: int, count: int) -> Cost:
     """One XADD a trajectory, pickled; XREAD one by one, unpickled, deleted."""
     return _consume_stream(url, producers, num_producers, num_tokens, count, "pickle", 1)
 
 
 def _consume_stream(
     url: str, producers: Producers, num_producers: int, num_tokens: int, count: int, work: str, at_once: int
-) -> float:
+) -> Cost:
     client, key = redis.Redis.from_url(url), f"stream:{uuid.uuid4().hex}"
     share = count // num_producers
     producers.prepare(work, [(url, key, share, num_tokens) for _ in range(num_producers)])
-    started = time.perf_counter()
+    meter = Meter(url)
     producers.go()
     seen, last = 0, "0"
     while seen < share * num_producers:
@@ -181,11 +205,10 @@ def _consume_stream(
                 pickle.loads(fields[b"p"])
                 client.xdel(key, row_id)
             seen, last = seen + 1, row_id
-    seconds = time.perf_counter() - started
-    producers.join()
+    cost = meter.stop(producers)
     client.delete(key)
     client.close()
-    return seconds
+    return cost
 
 
 def _serve(pipe: Connection) -> None:
@@ -193,48 +216,53 @@ def _serve(pipe: Connection) -> None:
     works = {"ours": _produce_ours, "bare": _produce_bare, "pickle": _produce_pickle}
     while True:
         work, share = pipe.recv()
-        works[work](pipe, *share)
-        pipe.send("done")
+        pipe.send(works[work](pipe, *share))
 
 
-def _wait(pipe: Connection) -> None:
+def _wait(pipe: Connection) -> float:
+    """Say that everything is made, wait for the start; this process's CPU seconds then."""
     pipe.send("ready")
     pipe.recv()
+    return time.process_time()
 
 
-def _produce_ours(pipe: Connection, url: str, run_id: str, groups: list[str], num_tokens: int) -> None:
+def _produce_ours(pipe: Connection, url: str, run_id: str, groups: list[str], num_tokens: int) -> float:
     trajectories = [make_trajectory(group, member, num_tokens) for group in groups for member in range(GROUP_SIZE)]
 
-    async def produce() -> None:
+    async def produce() -> float:
         client = await connect(url)
         buffer = ExperienceBuffer(ExperienceStore(client, run_id))
-        _wait(pipe)
+        start = _wait(pipe)
         for first in range(0, len(trajectories), SUBMIT_AT_ONCE):
             await buffer.submit_many(trajectories[first : first + SUBMIT_AT_ONCE], "w")
+        seconds = time.process_time() - start
         await client.aclose()
+        return seconds
 
-    asyncio.run(produce())
+    return asyncio.run(produce())
 
 
-def _produce_bare(pipe: Connection, url: str, key: str, count: int, num_tokens: int) -> None:
+def _produce_bare(pipe: Connection, url: str, key: str, count: int, num_tokens: int) -> float:
     frames = [encode_trajectory(make_trajectory("00000000", place % GROUP_SIZE, num_tokens)) for place in range(count)]
     client = redis.Redis.from_url(url)
     client.ping()
-    _wait(pipe)
+    start = _wait(pipe)
     for first in range(0, count, PIPELINE):
         with client.pipeline(transaction=False) as pipeline:
             for frame in frames[first : first + PIPELINE]:
                 pipeline.xadd(key, {"p": frame})
             pipeline.execute()
+    return time.process_time() - start
 
 
-def _produce_pickle(pipe: Connection, url: str, key: str, count: int, num_tokens: int) -> None:
+def _produce_pickle(pipe: Connection, url: str, key: str, count: int, num_tokens: int) -> float:
     trajectories = [make_trajectory("00000000", place % GROUP_SIZE, num_tokens) for place in range(count)]
     client = redis.Redis.from_url(url)
     client.ping()
-    _wait(pipe)
+    start = _wait(pipe)
     for trajectory in trajectories:
         client.xadd(key, {"p": pickle.dumps(trajectory)})
+    return time.process_time() - start
 
 
 async def _read_share(url: str, run_id: str, groups: list[str]) -> float:

@@ -89,8 +89,8 @@ class Journal:
         return PartialPiece(self._group_id, self._member, self._attempt, self._claim, self._offset, turns)
 
     def settle(self, piece: PartialPiece, outcome: AppendOutcome) -> None:
-        """Hear what became of a batch."""
-        if outcome is AppendOutcome.NO_MEMORY:
+        """Hear what became of a batch; the trajectory may have ended meanwhile."""
+        if outcome is AppendOutcome.NO_MEMORY or self._on_batch is None:
             return
         if outcome is not AppendOutcome.APPENDED:
             self.close()

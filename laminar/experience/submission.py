@@ -24,8 +24,8 @@ MEMORY_SECONDS = 600.0
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 2.0
 MAX_AT_ONCE = 64
-MAX_BYTES_AT_ONCE = 512 * 1024
-"""A script call blocks the server for about a millisecond; what is far larger than a socket's buffer is sent slowly."""
+MAX_BYTES_AT_ONCE = 1024 * 1024
+"""A script call blocks the server for a few milliseconds."""
 CALLS_UNDER_WAY = 2
 """The server works on one call while the next one is encoded."""
 MAX_FAILURE_CHARACTERS = 500

@@ -16,11 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
+from laminar.experience.partial import PartialPiece, PartialPool, PartialTurn
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
 from laminar.policies.samplers import freshest_first
 from laminar.policies.staleness import accept_late_submit, free_slots, may_readmit, plan_batch
-from laminar.types import EvictionReason, FailureKind, Prompt, WeightVersion
+from laminar.types import EvictionReason, FailureKind, Prompt, WeightVersion, sampled
 
 NUM_PROMPTS, BATCH, GROUP_SIZE, BOUND, MAX_ATTEMPTS, MIN_GOOD = 400, 2, 2, 1, 3, 1
 WORKERS = ("a", "b")
@@ -43,14 +44,20 @@ class Group:
     refills: int = 0
     state: str = "in_flight"
     done: dict = field(default_factory=dict)  # member -> (oldest, newest), or None if it failed
+    claim: int = 1
+    partials: dict = field(default_factory=dict)  # member -> (oldest, newest, tokens) of what a running member put by
 
     @property
     def good(self):
         return [versions for versions in self.done.values() if versions is not None]
 
     @property
+    def survivors(self):
+        return [*self.good, *((oldest, newest) for oldest, newest, _ in self.partials.values())]
+
+    @property
     def floor(self):
-        return min((oldest for oldest, _ in self.good), default=self.oldest)
+        return min((oldest for oldest, _ in self.survivors), default=self.oldest)
 
     @property
     def missing(self):
@@ -76,6 +83,7 @@ class Machine(RuleBasedStateMachine):
         self.play, self.break_down = play, break_down
         self.store = ExperienceStore(client, f"machine-{uuid.uuid4().hex[:12]}")
         self.pool, self.buffer = PromptPool(self.store), ExperienceBuffer(self.store)
+        self.partials = PartialPool(self.store)
         self.groups, self.held, self.taken = {}, set(), []
         self.reissue, self.cursor, self.admissions = [], 0, 0
         self.lineage, self.published, self.unacked = 0, 0, []
@@ -92,7 +100,7 @@ class Machine(RuleBasedStateMachine):
                 max_attempts=MAX_ATTEMPTS,
                 min_group_size=MIN_GOOD,
                 max_bytes=10**9,
-                bytes_per_group=1000,
+                bytes_per_group=100_000,
                 max_epochs=1,
                 data_seed=0,
                 shuffle=False,
@@ -122,11 +130,12 @@ class Machine(RuleBasedStateMachine):
             if len(expected) < most and may_readmit(
                 **self.figures, max_staleness=self.bound, engine=engine, oldest=group.floor
             ):
-                survivors = group.good
+                survivors = group.survivors
                 group.oldest = min([engine, *(oldest for oldest, _ in survivors)])
                 group.newest = max([engine, *(newest for _, newest in survivors)])
                 group.attempt += group.expired
                 group.owner, group.expired = worker, False
+                group.claim += 1
                 expected.append(group_id)
         while len(expected) < most and free_slots(**self.figures, max_staleness=BOUND, engine=engine):
             expected.append(self.admit(worker, engine))
@@ -134,7 +143,9 @@ class Machine(RuleBasedStateMachine):
         for granted in claim.groups:
             group = self.groups[granted.group_id]
             assert (int(granted.prompt.prompt_id), granted.members) == (group.prompt, group.missing)
-            assert granted.attempt == group.attempt
+            assert (granted.attempt, granted.claim) == (group.attempt, group.claim)
+            left = self.call(self.partials.adopt(granted.group_id, granted.claim))
+            assert {m: p.num_tokens for m, p in left.items()} == {m: tokens for m, (_, _, tokens) in group.partials.items()}
         assert claim.refused == (None if len(expected) == most else "staleness")
 
     def admit(self, worker, engine):
@@ -182,6 +193,20 @@ class Machine(RuleBasedStateMachine):
             if group.state == "in_flight" and group.owner == worker:
                 group.owner, group.last, group.expired = "", "", False
 
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data(), member=st.integers(0, GROUP_SIZE - 1), claims_ago=st.sampled_from([0, 0, 0, 1]))
+    def put_by(self, data, member, claims_ago):
+        group_id = data.draw(st.sampled_from(sorted(self.groups)))
+        group = self.groups[group_id]
+        number = data.draw(st.integers(min(group.oldest, self.published), self.published))
+        oldest, newest, tokens = group.partials.get(member, (number, number, 0))
+        segment = sampled([1, 2, 3], [-1, -2, -3], WeightVersion(self.lineage, number))
+        piece = PartialPiece(group_id, member, 0, group.claim - claims_ago, tokens, (PartialTurn(0, 5, (segment,)),))
+        taken = group.state == "in_flight" and member not in group.done and not claims_ago
+        assert self.call(self.partials.append([piece, piece])) == ["appended" if taken else "lost"] * 2
+        if taken:
+            group.partials[member] = (min(oldest, number), max(newest, number), tokens + 3)
+
     @rule(most=st.integers(1, 6))
     def owners_finish(self, most):
         owned = [group_id for group_id, group in self.groups.items() if group.state == "in_flight" and group.owner]
@@ -209,6 +234,7 @@ class Machine(RuleBasedStateMachine):
             group.refills += outcome == "replay"
             return
         group.done[member] = (oldest, newest) if good else None
+        group.partials.pop(member, None)
         self.counts.update({"running": -1, "buffered" if good else "failed": 1})
         if good:
             group.oldest, group.newest = min(group.oldest, oldest), max(group.newest, newest)

@@ -13,7 +13,7 @@ def test_what_a_killed_worker_had_sampled_is_not_sampled_again(start):
         "run.max_steps=8", "rollout.max_new_tokens=96", "experience.partial_tokens=8", "rollout.lease_seconds=4",
         "rollout.sampling.stop_token_ids=[0]", "trainer.algorithm.options.filter_zero_variance=false", "eval.path=''",
     )  # fmt: skip
-    run.wait_for_step(2)
+    run.wait_for_step(2, 240)
     worker = run.role_pid("rollout-0")
     os.kill(worker, signal.SIGKILL)
     assert run.wait(240) == 0, run.text()

@@ -97,6 +97,16 @@ def test_no_memory_keeps_a_batch_and_a_refusal_ends_the_journal():
     assert book.batch() is None
 
 
+def test_a_trajectory_may_end_while_its_batch_is_under_way():
+    book = journal(lambda _: None, batch_tokens=1)
+    book.begin_turn(CONTEXT)
+    book.end_request((part([1, 2, 3]),), FinishReason.STOP)
+    piece = book.batch()
+    book.close()
+    book.settle(piece, AppendOutcome.APPENDED)
+    assert book.batch() is None
+
+
 def test_a_heir_in_another_context_starts_afresh_and_leaves_what_is_stored_alone():
     store = Store()
     book = journal(store)

@@ -135,7 +135,7 @@ end
 -- Oldest and newest number of the tokens that a group in flight keeps when it changes hands; nil if there are none.
 local function surviving(header)
   local oldest, newest = header.done_oldest, header.done_newest
-  for member = 0, header.size - 1 do
+  for member = 0, (header.has_partial and header.size or 0) - 1 do
     local partial = load_partial(header.id, member)
     if partial then
       oldest = math.min(oldest or partial.oldest, partial.oldest)
