@@ -14,6 +14,7 @@ from laminar.config.root import LaminarConfig
 from laminar.errors import ExperienceError, RunFailedError
 from laminar.experience.answers import Occurrence, Snapshot
 from laminar.experience.buffer import ExperienceBuffer
+from laminar.experience.payloads import PayloadLostError
 from laminar.plugins import resolve
 from laminar.policies.samplers import SAMPLERS
 from laminar.policies.staleness import BatchPlan, fewest_evictions, plan_batch
@@ -121,7 +122,13 @@ class BatchSource:
         """Judge groups that became ready; returns whether any was filtered (then the snapshot is out of date)."""
         new = [h.group_id for h in snapshot.headers if h.state is GroupState.READY and h.group_id not in self._judged]
         useless = []
-        for group_id, group in zip(new, await self._buffer.fetch(new) if new else [], strict=True):
+        try:
+            fetched = await self._buffer.fetch(new) if new else []
+        except PayloadLostError as error:
+            await self._notice(f"{error}; its prompt is issued again")
+            await self._evict([error.group_id], EvictionReason.PAYLOAD_LOST)
+            return True
+        for group_id, group in zip(new, fetched, strict=True):
             wait.rewards += [t.reward for t in group if t.reward is not None]
             if self._keeps(group):
                 self._judged[group_id] = group
