@@ -30,6 +30,7 @@ from trainer.spool import ReplaySpool
 ROOT = Path(__file__).resolve().parents[1]
 ROLES = ("worker", "engine", "trainer", "relay", "redis")
 MAX_STEPS = 30
+TRAINED = MAX_STEPS * 8 * 8
 SETTINGS = (
     f"run.max_steps={MAX_STEPS}",
     "checkpoint.every_steps=4",
@@ -135,6 +136,8 @@ class Round:
         audit = audit_run(folder.checkpoints, len(rows))
         steps = [line["step"] for line in read_lines(folder.metrics) if line["kind"] == "step"]
         digests = {line["step"]: line["batch"] for line in read_lines(folder.metrics) if line["kind"] == "step"}
+        if not audit.counters.is_balanced or audit.counters.trained != TRAINED:
+            self.problems.append(f"the counters do not add up: {audit.counters}")
         if audit.num_steps != MAX_STEPS or audit.missing_steps:
             self.problems.append(f"{audit.num_steps} of {MAX_STEPS} steps are in the history")
         if steps != list(range(1, MAX_STEPS + 1)):

@@ -14,7 +14,7 @@ import secrets
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,7 @@ logger = logging.getLogger("laminar.supervisor")
 
 MEMORY_SECONDS = 2.0
 PROGRESS_SECONDS = 1.0
+CANCEL_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -177,8 +178,7 @@ class Supervisor:
                 ]
                 await self._train(crew, evaluations, group, background)
                 await crew.stop()
-                for task in background:
-                    task.cancel()
+                await cancel_all(background)
         except* LaminarError as failures:
             raise first_error(failures) from None
         finally:
@@ -248,3 +248,11 @@ class Supervisor:
                 raise RunFailedError(
                     f"no step ended for {limit:g} s; the trainer waits for {waits}; the last checkpoint stands"
                 )
+
+
+async def cancel_all(tasks: Iterable["asyncio.Task[None]"]) -> None:
+    """Cancel until all are done: a Redis client that is connecting anew has been seen to swallow a cancellation."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_SECONDS)
