@@ -21,6 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import redis
+
 from laminar.cluster.processes import end_processes, marked_processes
 from laminar.run_folder import RunFolder
 from laminar.telemetry.files import read_lines
@@ -30,6 +32,7 @@ from trainer.spool import ReplaySpool
 ROOT = Path(__file__).resolve().parents[1]
 ROLES = ("worker", "engine", "trainer", "relay", "redis")
 MAX_STEPS = 30
+TRAINED = MAX_STEPS * 8 * 8
 SETTINGS = (
     f"run.max_steps={MAX_STEPS}",
     "checkpoint.every_steps=4",
@@ -115,12 +118,12 @@ class Round:
         if role in named:
             pid = self._roles(folder).get(named[role])
             return [] if pid is None else [pid]
-        sign = {"engine": b"rollout.engines.server", "redis": b"valkey.conf"}[role]
+        if role == "redis":
+            return server_pids(folder)
         found = []
         for pid in marked_processes(folder.path.name):
             with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if sign in command and b"lifeline.py" not in command:
+                if b"rollout.engines.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
 
@@ -135,6 +138,8 @@ class Round:
         audit = audit_run(folder.checkpoints, len(rows))
         steps = [line["step"] for line in read_lines(folder.metrics) if line["kind"] == "step"]
         digests = {line["step"]: line["batch"] for line in read_lines(folder.metrics) if line["kind"] == "step"}
+        if not audit.counters.is_balanced or audit.counters.trained != TRAINED:
+            self.problems.append(f"the counters do not add up: {audit.counters}")
         if audit.num_steps != MAX_STEPS or audit.missing_steps:
             self.problems.append(f"{audit.num_steps} of {MAX_STEPS} steps are in the history")
         if steps != list(range(1, MAX_STEPS + 1)):
@@ -142,6 +147,13 @@ class Round:
         self.problems += [f"prompt {place} was trained twice" for place in audit.twice]
         self.problems += [f"prompt {place} was lost" for place in audit.unaccounted]
         self.problems += differing_batches(folder, digests)
+
+
+def server_pids(folder: RunFolder) -> list[int]:
+    """The Redis server, if it answers; it overwrites its environment, so it does not carry the run's mark."""
+    with contextlib.suppress(redis.RedisError, ValueError), redis.Redis.from_url(folder.read_state().redis_url) as client:
+        return [int(client.info("server")["process_id"])]
+    return []
 
 
 def last_step(folder: RunFolder) -> int:

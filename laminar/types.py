@@ -91,6 +91,7 @@ class EvictionReason(enum.StrEnum):
     WAITED_TOO_LONG = "waited_too_long"
     ORPHANED = "orphaned"
     FULLY_MASKED = "fully_masked"
+    PAYLOAD_LOST = "payload_lost"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar.experience.answers import Frontier
+from laminar.experience.answers import Counters, Frontier
 from trainer.checkpoint_folder import find_latest, read_extra
 from trainer.spool import HistoryEntry, ReplaySpool
 from trainer.spool_file import read_header
@@ -26,12 +26,14 @@ class Audit:
         twice: prompts that were trained more than once in one epoch.
         unaccounted: prompts before the data cursor that were neither trained nor are pending: those of groups that were
             filtered, or failed or dropped for good. In a run without any of these they are lost.
+        counters: of trajectories, at the last step.
     """
 
     num_steps: int
     missing_steps: tuple[int, ...]
     twice: tuple[Place, ...]
     unaccounted: tuple[Place, ...]
+    counters: Counters
 
 
 def audit(history: list[HistoryEntry], frontier: Frontier, num_prompts: int) -> Audit:
@@ -52,6 +54,7 @@ def audit(history: list[HistoryEntry], frontier: Frontier, num_prompts: int) -> 
         missing_steps=tuple(sorted(set(range(1, max(steps, default=0) + 1)) - steps)),
         twice=tuple(sorted(place for place, count in trained.items() if count > 1)),
         unaccounted=tuple(place for place in before if place not in done),
+        counters=Counters.from_flat(frontier.counters),
     )
 
 

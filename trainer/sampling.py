@@ -16,6 +16,7 @@ from laminar.config.root import LaminarConfig
 from laminar.errors import ExperienceError, RunFailedError
 from laminar.experience.answers import Occurrence, Snapshot
 from laminar.experience.buffer import ExperienceBuffer
+from laminar.experience.payloads import PayloadLostError
 from laminar.plugins import resolve
 from laminar.policies.masking import newest_trained_number, oldest_trained_number
 from laminar.policies.samplers import SAMPLERS
@@ -159,7 +160,13 @@ class BatchSource:
         """Judge groups that became ready; returns whether any was filtered (then the snapshot is out of date)."""
         new = [h.group_id for h in snapshot.headers if h.state is GroupState.READY and h.group_id not in self._judged]
         useless = []
-        for group_id, group in zip(new, await self._buffer.fetch(new) if new else [], strict=True):
+        try:
+            fetched = await self._buffer.fetch(new) if new else []
+        except PayloadLostError as error:
+            await self._notice(f"{error}; its prompt is issued again")
+            await self._evict([error.group_id], EvictionReason.PAYLOAD_LOST)
+            return True
+        for group_id, group in zip(new, fetched, strict=True):
             wait.rewards += [t.reward for t in group if t.reward is not None]
             if self._keeps(group):
                 self._judged[group_id], self._newest[group_id] = group, newest_trained_number(group)

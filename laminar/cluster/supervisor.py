@@ -15,7 +15,7 @@ import secrets
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ logger = logging.getLogger("laminar.supervisor")
 
 MEMORY_SECONDS = 2.0
 PROGRESS_SECONDS = 1.0
+CANCEL_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -183,8 +184,7 @@ class Supervisor:
                 ]
                 await self._train(crew, evaluations, observer, group, background)
                 await crew.stop()
-                for task in background:
-                    task.cancel()
+                await cancel_all(background)
         except* LaminarError as failures:
             raise first_error(failures) from None
         finally:
@@ -254,3 +254,11 @@ class Supervisor:
                 raise RunFailedError(
                     f"no step ended for {limit:g} s; the trainer waits for {waits}; the last checkpoint stands"
                 )
+
+
+async def cancel_all(tasks: Iterable["asyncio.Task[None]"]) -> None:
+    """Cancel until all are done: a Redis client that is connecting anew has been seen to swallow a cancellation."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_SECONDS)

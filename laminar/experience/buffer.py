@@ -116,7 +116,7 @@ class ExperienceBuffer:
             A tuple for each group, in the given order; members in member order.
 
         Raises:
-            ExperienceError: a payload is gone; names its trajectory.
+            PayloadLostError: a payload is gone; names its trajectory.
         """
         return await fetch_groups(self._store, group_ids)
 

@@ -28,6 +28,14 @@ class _Record(msgspec.Struct):
 _records = msgspec.msgpack.Decoder(_Record)
 
 
+class PayloadLostError(ExperienceError):
+    """A complete group's payload is gone from the server, deleted by somebody else (case D19)."""
+
+    def __init__(self, group_id: str, text: str) -> None:
+        super().__init__(text)
+        self.group_id = group_id
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where one member's payload lies."""
@@ -42,7 +50,7 @@ async def fetch_groups(store: ExperienceStore, group_ids: Sequence[str]) -> list
     """The good members of each group, in the given order, members in member order.
 
     Raises:
-        ExperienceError: a group or a payload is gone.
+        PayloadLostError: a group or a payload is gone.
     """
     places = await store.insist("locate", lambda: _locate(store, group_ids))
     limit = asyncio.Semaphore(NUM_CONNECTIONS)
@@ -72,7 +80,8 @@ async def _locate(store: ExperienceStore, group_ids: Sequence[str]) -> list[_Pla
     for group_id, stored in zip(group_ids, rows, strict=True):
         records = {int(member): _records.decode(packed) for member, packed in stored.items()}
         if not records:
-            raise ExperienceError(f"group {group_id} holds no trajectory: it was evicted, or its step was acknowledged")
+            text = f"group {group_id} holds no trajectory: it was evicted, or its step was acknowledged"
+            raise PayloadLostError(group_id, text)
         places += [
             _Place(group_id, member, store.key(record.payload), record.bytes)
             for member, record in sorted(records.items())
@@ -98,9 +107,8 @@ def _chunks(places: list[_Place]) -> list[list[_Place]]:
 def _decoded(place: _Place, frame: bytes | None) -> Trajectory:
     name = trajectory_id(place.group_id, place.member)
     if frame is None:
-        raise ExperienceError(
-            f"payload of trajectory {name} is gone from Redis, deleted by somebody else; resume from the last checkpoint"
-        )
+        text = f"payload of trajectory {name} is gone from Redis, deleted by somebody else"
+        raise PayloadLostError(place.group_id, text)
     trajectory = decode_trajectory(frame)
     if trajectory.group_id != place.group_id or trajectory.member != place.member:
         raise ExperienceError(f"payload of trajectory {name} holds trajectory {trajectory.trajectory_id}")

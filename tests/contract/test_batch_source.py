@@ -264,3 +264,17 @@ async def test_a_stop_ends_the_wait(make_run):
     await run.claim(groups=1)
     assert await make_source(run, config(1)).next_batch(0, 1, lambda: True) is None
     assert [h.state for h in (await run.buffer.peek()).headers] == [GroupState.IN_FLIGHT]
+
+
+async def test_case_d19_a_group_whose_payload_was_deleted_is_named_evicted_and_its_prompt_played_again(make_run):
+    run = await make_run(max_staleness=2, prompts_per_step=2)
+    ready = await run.ready(groups=3)
+    (gone,) = [key async for key in run.store.client.scan_iter(match=run.store.key(f"payload:{ready[1]}*"))]
+    await run.store.client.delete(gone)
+    heard = []
+    batch = await make_source(run, config(2), heard=heard).next_batch(0, 1, lambda: False)
+    assert batch.group_ids == (ready[0], ready[2])
+    assert [f"trajectory {ready[1]}-000 is gone" in text for text in heard] == [True]
+    counters = await run.buffer.counters()
+    assert (counters.evicted, counters.is_balanced) == ({"payload_lost": 1}, True)
+    assert (await run.claim("0.0", groups=1)).groups[0].prompt.prompt_id == "1"

@@ -95,9 +95,12 @@ class Session:
         self.saved_step = progress.step
 
 
-async def play_for_ever(run, weights, play):
-    """Workers on the newest version; what they are refused they drop."""
-    while True:
+async def play_until(done, run, weights, play):
+    """Workers on the newest version; what they are refused they drop.
+
+    They are told to end, not cancelled: a redis client that is connecting anew may swallow a cancellation.
+    """
+    while not done.is_set():
         version = weights.newest
         claim = await run.claim(str(version), groups=3) if version else None
         groups = claim.groups if claim else ()
@@ -114,12 +117,12 @@ def train_through(tmp_path, client, make_run, trajectory_maker):
     async def go(during, keep_filled=False):
         store = ExperienceStore(client, "r")
         run = await make_run(PROMPTS, opened=False, store=store, **SETTINGS)
-        weights, session = Weights(), Session(tmp_path / "checkpoints", during)
+        done, weights, session = asyncio.Event(), Weights(), Session(tmp_path / "checkpoints", during)
         publisher = WeightPublisher(weights, lambda: iter(()))
         telemetry = TelemetryWriter(client, "r", "trainer-0")
 
         async def refill():
-            while True:
+            while not done.is_set():
                 if not await client.exists(store.key("run")):
                     await make_run(PROMPTS, opened=False, store=store, **SETTINGS)
                 await asyncio.sleep(0.02)
@@ -128,13 +131,12 @@ def train_through(tmp_path, client, make_run, trajectory_maker):
             authority = Authority(run.buffer, publisher, lambda: weights.newest, telemetry, thread, Progress(), None)
             await authority.open()
             loop = TrainingLoop(config(), session, publisher, run.buffer, telemetry, authority, thread)
-            others = [asyncio.create_task(play_for_ever(run, weights, trajectory_maker.play))]
-            others += [asyncio.create_task(refill())] if keep_filled else []
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(60), asyncio.TaskGroup() as others:
+                others.create_task(play_until(done, run, weights, trajectory_maker.play))
+                if keep_filled:
+                    others.create_task(refill())
                 result = await loop.run()
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+                done.set()
         assert result == {"reason": "max_steps", "step": STEPS}
         return run, session
 
