@@ -38,7 +38,7 @@ async def test_a_dead_scheduler_ends_the_whole_engine_and_its_token_is_nowhere_t
         assert all(TOKEN not in " ".join(member.cmdline()) for member in tree)
         assert "server_args" in log.read_text()
         assert TOKEN not in log.read_text()
-        (scheduler,) = [member for member in tree if "scheduler" in " ".join(member.cmdline())]
+        (scheduler,) = [member for member in tree if "sglang::scheduler" in " ".join(member.cmdline())]
         scheduler.send_signal(signal.SIGKILL)
         assert await asyncio.wait_for(process.wait(), 60) != 0
         assert (await all_gone(tree[1:]))[1] == []
