@@ -70,9 +70,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("experience/ready_groups", "groups", "complete groups that wait"),
     Metric("experience/open_groups", "groups", "groups being played"),
     Metric("experience/bytes", "bytes", "payload bytes held or reserved"),
-    Metric(
-        "experience/producer_wait_seconds", "s", "no claim was granted, because `max_bytes` was reserved, so far"
-    ),
+    Metric("experience/producer_wait_seconds", "s", "no claim was granted, because `max_bytes` was reserved, so far"),
     Metric("experience/admitted", "trajectories", "admitted so far"),
     Metric("experience/trained", "trajectories", "trained so far"),
     Metric("experience/evicted", "trajectories", "evicted so far"),
