@@ -40,7 +40,7 @@ SETTINGS = (
     "trainer.algorithm.options.filter_zero_variance=false",
     "eval.path=''",
 )
-RUN_SECONDS = 240.0
+RUN_SECONDS = 300.0
 APPEAR_SECONDS = 30.0
 """A role that is to be killed while it is being started is waited for so long."""
 QUICK_SECONDS = 55.0

@@ -62,7 +62,7 @@ def test_a_killed_redis_is_restarted_and_the_run_ends_with_balanced_counters(sta
 
 
 def test_resume_onto_an_empty_redis_replays_the_spool_and_reports_nothing_lost(start):
-    run = start("run.max_steps=20", *STEADY)
+    run = start("run.max_steps=30", *STEADY)
     run.wait_for_step(8)
     run.process.kill()
     run.process.wait()
@@ -74,7 +74,7 @@ def test_resume_onto_an_empty_redis_replays_the_spool_and_reports_nothing_lost(s
     assert resumed.lines()[: len(before)] == before
     assert "steps replayed" in resumed.text()
     assert ", 0 lost" in resumed.text()
-    assert_exactly_once(resumed, 20)
+    assert_exactly_once(resumed, 30)
 
 
 def test_an_outside_redis_that_is_replaced_by_an_empty_one_is_filled_and_the_run_ends(start, tmp_path_factory):
