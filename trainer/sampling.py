@@ -239,7 +239,6 @@ class BatchSource:
             return
         if wait.due_since and now - min(wait.due_since.values()) > staleness.max_wait_seconds:
             await self._evict(self._fewest(snapshot, step), EvictionReason.WAITED_TOO_LONG)
-            wait.due_since = None  # the same prompts, issued again, have their own time
             return
         if now - max(wait.started, wait.noticed) > WAIT_NOTICE_SECONDS:
             wait.noticed = now

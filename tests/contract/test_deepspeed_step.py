@@ -62,7 +62,12 @@ def make_groups(seed=0, num_groups=5, poison=False):
 
 def make_config(model, **trainer):
     return LaminarConfig.model_validate(
-        {"model": {"path": str(model)}, "data": {"path": "-"}, "trainer": SETTINGS | trainer}
+        {
+            "model": {"path": str(model)},
+            "data": {"path": "-"},
+            "trainer": SETTINGS | trainer,
+            "staleness": {"max_staleness": "unbounded"},  # the same old groups serve every step
+        }
     )
 
 

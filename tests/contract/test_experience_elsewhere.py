@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import shutil
 import socket
 import subprocess
@@ -222,5 +223,7 @@ async def test_rewriting_the_append_only_file_under_traffic_loses_nothing(make_r
     with EmbeddedServer(tmp_path) as server:
         client = await connect(server.url)
         run = await make_run(store=ExperienceStore(client, "rewrite"), group_size=4, max_staleness=None, opened=False)
-        assert (await run.buffer.fetch(ready[20:]), await run.buffer.peek()) == before
+        groups, snapshot = before
+        reborn = dataclasses.replace(snapshot, is_open=False)  # a server's new life is opened by the trainer
+        assert (await run.buffer.fetch(ready[20:]), await run.buffer.peek()) == (groups, reborn)
         await client.aclose()
