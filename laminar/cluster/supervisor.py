@@ -230,7 +230,10 @@ class Supervisor:
                 await crew.stop_training()
                 await asyncio.shield(training)
         except (TimeoutError, LaminarError) as error:
-            self.outcome.reason = f"told to stop; the trainer did not save in time ({error}), the previous checkpoint stands"
+            why = str(error) or f"{STOP_SECONDS:g} s were too short"
+            self.outcome.reason = (
+                f"told to stop; no checkpoint was saved ({why}); resume replays the steps since the last one"
+            )
             training.cancel()
 
     def _note_process(self, role: str, pid: int) -> None:

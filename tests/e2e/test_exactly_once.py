@@ -77,6 +77,7 @@ def test_resume_onto_an_empty_redis_replays_the_spool_and_reports_nothing_lost(s
     assert_exactly_once(resumed, 30)
 
 
+@pytest.mark.slow
 def test_an_outside_redis_that_is_replaced_by_an_empty_one_is_filled_and_the_run_ends(start, tmp_path_factory):
     with EmbeddedServer(tmp_path_factory.mktemp("outside")) as server:
         run = start("run.max_steps=20", f"experience.redis_url={server.url}", *STEADY)

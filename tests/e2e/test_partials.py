@@ -8,6 +8,7 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow
 def test_what_a_killed_worker_had_sampled_is_not_sampled_again(start):
     run = start(
         "run.max_steps=8", "rollout.max_new_tokens=96", "experience.partial_tokens=8", "rollout.lease_seconds=4",

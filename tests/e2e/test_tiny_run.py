@@ -32,7 +32,7 @@ def test_the_tiny_recipe_learns_within_its_bound_and_leaves_nothing_behind(start
     assert run.folder.read_state().redis_url == ""
 
 
-@pytest.mark.parametrize("bound", [2, 4])
+@pytest.mark.parametrize("bound", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_fast_producer_never_breaks_the_bound(start, bound):
     run = start(
         f"staleness.max_staleness={bound}", "run.max_steps=12", "trainer.algorithm.options.filter_zero_variance=false"
