@@ -65,7 +65,7 @@ test: test-fast models/tiny/config.json
 	$(BIN)/python -m pytest -q -m "not slow and not sglang" tests/e2e
 
 test-fast: setup
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not sglang" tests/unit tests/contract tests/architecture
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not sglang" tests/unit tests/contract tests/architecture
 
 test-slow: setup models/tiny/config.json
 	$(BIN)/python -m pytest -q -m slow

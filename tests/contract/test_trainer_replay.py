@@ -126,6 +126,7 @@ def test_a_damaged_step_ends_the_replay_and_what_lies_above_it_is_removed(model_
     assert spool.steps() == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_two_ranks_replay_together_from_the_same_files(model_path, tmp_path):
     store = TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
     command = [sys.executable, __file__, str(model_path), str(tmp_path), str(store.port)]
