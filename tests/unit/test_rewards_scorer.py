@@ -129,15 +129,19 @@ class TestWhatEscapes:
         assert [score.reward for score in good.values()] == [1.0] * 20
 
     async def test_threads_that_never_return_stop_piling_up(self):
-        release = threading.Event()
-        threads = DaemonThreads(max_stuck=2)
-        scorer = one_term(lambda prompt, text: release.wait(), timeout_seconds=0.02, threads=threads)
-        before = threading.active_count()
+        release, entered = threading.Event(), threading.Semaphore(0)
+
+        def hang(prompt, text):
+            entered.release()
+            release.wait()
+
+        scorer = one_term(hang, timeout_seconds=0.02, threads=DaemonThreads(max_stuck=2))
         texts = [(await scorer.score(context("x"))).failure.text for _ in range(4)]
-        stuck = threading.active_count() - before
+        assert ["never returned" in text for text in texts] == [False, False, True, True]
+        assert entered.acquire(timeout=10)
+        assert entered.acquire(timeout=10)
+        assert not entered.acquire(blocking=False)
         release.set()
-        assert stuck == 2
-        assert "never returned" in texts[-1]
 
 
 class Shuffled:
