@@ -9,6 +9,7 @@ import fcntl
 import json
 import math
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
@@ -42,11 +43,10 @@ class MappedWeights:
     def __init__(self, folder: Path) -> None:
         self.path = folder / WEIGHTS_NAME
         self._descriptor = lock_shared(self.path)
-        try:
+        with ExitStack() as undo:
+            undo.callback(os.close, self._descriptor)
             self.tensors = map_tensors(self._descriptor, self.path)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+            undo.pop_all()
 
     def close(self) -> None:
         """Give the lock back. Memory stays mapped until the last tensor is dropped; nobody may read those any more."""

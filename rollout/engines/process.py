@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from laminar.errors import ConfigError, DeadlineError, EngineError
@@ -61,18 +62,18 @@ class EngineProcess:
             await self._spawn(writing)
         finally:
             os.close(writing)
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                line = await read_line(reading)
-        except TimeoutError as error:
-            await self.kill()
-            raise DeadlineError(f"the engine to start (log: {self._launch.log})", deadline_seconds) from error
-        except BaseException:
-            await self.kill()
-            raise
-        if not line:
-            await self.kill()
-            raise EngineError(f"the engine ended while starting; {self._launch.log} ends with: {log_tail(self._launch.log)}")
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.kill)
+            try:
+                async with asyncio.timeout(deadline_seconds):
+                    line = await read_line(reading)
+            except TimeoutError as error:
+                raise DeadlineError(f"the engine to start (log: {self._launch.log})", deadline_seconds) from error
+            if not line:
+                raise EngineError(
+                    f"the engine ended while starting; {self._launch.log} ends with: {log_tail(self._launch.log)}"
+                )
+            undo.pop_all()
         return str(json.loads(line)["url"])
 
     async def _spawn(self, ready_descriptor: int) -> None:

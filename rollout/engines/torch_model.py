@@ -10,6 +10,7 @@ key-value heads, D head size. This module knows neither requests nor sampling.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,12 @@ class CausalModel:
             EngineError: if the file is not whole or does not fit; the weights served before stay assigned.
         """
         mapped = MappedWeights(folder)
-        try:
+        with ExitStack() as undo:
+            undo.callback(mapped.close)
             tensors = fitting(
                 self._model, mapped.tensors, tied=bool(self.config.tie_word_embeddings), where=str(mapped.path)
             )
-        except BaseException:
-            mapped.close()
-            raise
+            undo.pop_all()
         assign(self._model, tensors)
         if self._mapped is not None:
             self._mapped.close()
