@@ -9,7 +9,8 @@ claims are not counted, encoding and decoding are. Side by side in one run, orde
 - pickle: one XADD a trajectory, pickled, no pipeline; read one by one. Bar: ahead.
 - peer: TransferQueue 0.1.11 (kv_batch_put, kv_batch_get, kv_clear), put by one client, since its clients are Ray drivers or
   actors. Needs an interpreter that has it (`--peer-python`); left out, and said so, without. Bar: ahead.
-- flat: milliseconds a 200-token trajectory with 1,000 and with 100,000 (--quick: 20,000) others buffered. Bar: within 20 %.
+- flat: milliseconds a 200-token trajectory with 1,000 and with 100,000 (--quick: 20,000) others buffered, by turns on two
+  servers. Bar: within 20 %.
 - fetch (full mode only): 1,024 trajectories of 16,000 tokens read by 1, 2 and 4 ranks at once.
 
 CPU microseconds a trajectory, of all processes together, are reported too: other load on the machine hardly moves them.
@@ -31,16 +32,18 @@ from typing import Any
 
 from benchmarks.buffer_peer import measure_peer
 from benchmarks.buffer_sides import GROUP_SIZE, Cost, Producers, Side, make_trajectory, run_bare, run_ours, run_pickle
+from laminar.allocator import keep_freed_memory
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.prompts import PromptPool
 from laminar.experience.server import EmbeddedServer
 from laminar.experience.store import ExperienceStore
-from laminar.types import GroupState, Prompt, WeightVersion
+from laminar.types import GroupState, Prompt, Trajectory, WeightVersion
 
 SIDES: dict[str, Side] = {"ours": run_ours, "bare": run_bare, "pickle": run_pickle}
 BARS = {"bare_200": 0.2, "bare_16000": 0.5, "pickle": 1.0, "peer": 1.0}
 FLAT_BAR = 1.2
+FLAT_STEPS = 8
 WINDOW = 1024
 """Trajectories in one step of the flatness and fetch measurements."""
 
@@ -90,12 +93,15 @@ class Filled:
     buffer: ExperienceBuffer
     groups: list[str]
 
+    def made(self, first: int, count: int, num_tokens: int) -> list[Trajectory]:
+        """Trajectories of the groups from place `first` on."""
+        ids = self.groups[first : first + count // GROUP_SIZE]
+        return [make_trajectory(group, member, num_tokens) for group in ids for member in range(GROUP_SIZE)]
+
     async def submit(self, first: int, count: int, num_tokens: int) -> None:
         """Play groups from place `first` on."""
-        ids = self.groups[first : first + count // GROUP_SIZE]
-        for start in range(0, len(ids), 8):
-            part = [make_trajectory(g, m, num_tokens) for g in ids[start : start + 8] for m in range(GROUP_SIZE)]
-            await self.buffer.submit_many(part, "w")
+        for start in range(0, count, 64):
+            await self.buffer.submit_many(self.made(first + start // GROUP_SIZE, 64, num_tokens), "w")
 
     async def step(self, step: int) -> None:
         """Take, read and let go the oldest ready groups."""
@@ -123,25 +129,30 @@ async def claimed_run(store: ExperienceStore, num_groups: int) -> Filled:
     return Filled(buffer, groups)
 
 
-async def measure_flatness(url: str, levels: Sequence[int]) -> dict[str, float]:
-    """Milliseconds a 200-token trajectory, through a whole step, with so many others buffered; the best of five steps."""
-    client = await connect(url)
-    run = await claimed_run(ExperienceStore(client, "flat"), (levels[-1] + 5 * len(levels) * WINDOW) // GROUP_SIZE)
-    figures, submitted, step, buffered = {}, 0, 0, 0
-    for level in levels:
-        await run.submit(submitted, level - buffered, 200)
-        submitted, buffered = submitted + (level - buffered) // GROUP_SIZE, level
-        samples = []
-        for _ in range(5):
-            step += 1
+async def measure_flatness(urls: Sequence[str], levels: Sequence[int]) -> dict[str, float]:
+    """Milliseconds a 200-token trajectory, through a whole step, with so many others buffered; medians of steps in turn.
+
+    Each level has a server of its own.
+    """
+    clients = [await connect(url) for url in urls]
+    runs = []
+    for client, level in zip(clients, levels, strict=True):
+        run = await claimed_run(ExperienceStore(client, "flat"), (level + (FLAT_STEPS + 1) * WINDOW) // GROUP_SIZE)
+        await run.submit(0, level, 200)
+        runs.append(run)
+    samples: dict[int, list[float]] = {level: [] for level in levels}
+    for step in range(1, FLAT_STEPS + 2):
+        for run, level in list(zip(runs, levels, strict=True))[:: 1 if step % 2 else -1]:
+            window = run.made(level // GROUP_SIZE + (step - 1) * WINDOW // GROUP_SIZE, WINDOW, 200)
             started = time.perf_counter()
-            await run.submit(submitted, WINDOW, 200)
+            for first in range(0, WINDOW, 64):
+                await run.buffer.submit_many(window[first : first + 64], "w")
             await run.step(step)
-            samples.append(time.perf_counter() - started)
-            submitted += WINDOW // GROUP_SIZE
-        figures[str(level)] = min(samples) * 1000 / WINDOW
-    await client.aclose()
-    return figures
+            samples[level].append(time.perf_counter() - started)
+    for client in clients:
+        await client.aclose()
+    # The first step reads all headers, as a trainer does that has just started.
+    return {str(level): statistics.median(some[1:]) * 1000 / WINDOW for level, some in samples.items()}
 
 
 async def measure_fetch(url: str) -> dict[str, float]:
@@ -186,10 +197,12 @@ def main() -> int:
     parser.add_argument("--peer-python", default="", help="an interpreter that has TransferQueue 0.1.11")
     options = parser.parse_args()
     plan = QUICK if options.quick else FULL
+    keep_freed_memory()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder, EmbeddedServer(Path(folder)) as server:
         sides = measure_sides(server, plan)
-        flat = asyncio.run(measure_flatness(server.url, (1000, plan.most_buffered)))
+        with EmbeddedServer(Path(folder) / "second") as second:
+            flat = asyncio.run(measure_flatness((server.url, second.url), (1000, plan.most_buffered)))
         print("flat", flat, flush=True)
         fetch = None if options.quick else asyncio.run(measure_fetch(server.url))
     peer = measure_peer(options.peer_python, plan.counts, seconds=20.0 if options.quick else 300.0)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import redis
 
+from laminar.allocator import keep_freed_memory
 from laminar.codec import encode_trajectory
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
@@ -213,6 +214,7 @@ def _consume_stream(
 
 def _serve(pipe: Connection) -> None:
     """A producer process."""
+    keep_freed_memory()
     works = {"ours": _produce_ours, "bare": _produce_bare, "pickle": _produce_pickle}
     while True:
         work, share = pipe.recv()
@@ -266,6 +268,7 @@ def _produce_pickle(pipe: Connection, url: str, key: str, count: int, num_tokens
 
 
 async def _read_share(url: str, run_id: str, groups: list[str]) -> float:
+    keep_freed_memory()
     client = await connect(url)
     started = time.perf_counter()
     await ExperienceBuffer(ExperienceStore(client, run_id)).fetch(groups)

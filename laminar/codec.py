@@ -30,6 +30,7 @@ _NAMES = {_TRAJECTORY: "trajectory", _PROMPT: "prompt"}
 _GIVEN = -1
 """Stands for the lineage and the number of a given segment."""
 
+_CHAINS_AT = [field.name for field in dataclasses.fields(Trajectory)].index("chains")
 _PLAIN_FIELDS = {field.name: field.type for field in dataclasses.fields(Trajectory) if field.name != "chains"}
 _TrajectoryBody = msgspec.defstruct(
     "_TrajectoryBody",
@@ -67,7 +68,9 @@ def decode_trajectory(frame: bytes) -> Trajectory:
         ConfigError: if it was written in another format version.
     """
     body: Any = _unseal(_TRAJECTORY_DECODER, _TRAJECTORY, frame)
-    return Trajectory(**{name: getattr(body, name) for name in _PLAIN_FIELDS}, chains=_chains(body))
+    values = list(_plain_values(body))
+    values.insert(_CHAINS_AT, _chains(body))
+    return Trajectory(*values)
 
 
 def encode_prompt(prompt: Prompt) -> bytes:

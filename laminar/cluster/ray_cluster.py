@@ -15,6 +15,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from laminar.allocator import keep_freed_memory
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, RoleSpec
 from laminar.config.load import append_user_modules
 from laminar.config.root import LaminarConfig
@@ -146,6 +147,7 @@ class _RoleActor:
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
             force=True,
         )
+        keep_freed_memory()
         append_user_modules(config.run.config_directory)
         module, _, name = spec.target.partition(":")
         node_id = ray.get_runtime_context().get_node_id()[:12]

@@ -57,7 +57,7 @@ class Counters:
         reissued: of those evicted, how many have their prompt issued again.
         abandoned: of those evicted, how many had their prompt issued again too often already.
         dropped_lengths: those evicted for their age (or a wait that its bound caused), by sampled tokens: a power of two
-            that they do not exceed; `unfinished` ones have no length.
+            that they do not exceed; what was still played counts with what it had put by, `unfinished` had put by nothing.
         refused_claims: claims that were granted nothing, by reason.
         waited_for_memory_seconds: time that accepted trajectories waited because the server's memory was full.
     """

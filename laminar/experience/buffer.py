@@ -6,38 +6,21 @@ before the script that links it; groups are taken all or none, once; every chang
 This module does not decide which groups to train, wait for or evict (`laminar.policies.staleness` does).
 """
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
 
 from laminar.errors import ExperienceError
 from laminar.experience.answers import Counters, Frontier, RestoreReport, Snapshot, SubmitOutcome
+from laminar.experience.outstanding import Outstanding
 from laminar.experience.payloads import fetch_groups
 from laminar.experience.store import ExperienceStore, unpack
 from laminar.experience.submission import MEMORY_SECONDS, Submission
-from laminar.types import EvictionReason, GroupHeader, GroupState, Trajectory, WeightVersion
+from laminar.types import EvictionReason, Trajectory, WeightVersion
 
 MAX_REISSUES = 8
 """A prompt that was evicted so often is not issued again."""
-
-
-class _StoredHeader(msgspec.Struct):
-    """The part of a stored header that the trainer sees."""
-
-    id: str
-    admission: int
-    state: GroupState
-    oldest: int
-    newest: int
-    bound: int
-    bytes: int
-    owner: str
-    epoch: int
-    position: int
-    reissues: int
-
-
-_headers = msgspec.msgpack.Decoder(_StoredHeader)
 
 
 class ExperienceBuffer:
@@ -51,6 +34,8 @@ class ExperienceBuffer:
     def __init__(self, store: ExperienceStore, *, memory_seconds: float = MEMORY_SECONDS) -> None:
         self._store = store
         self._memory_seconds = memory_seconds
+        self._outstanding = Outstanding()
+        self._peeking = asyncio.Lock()
 
     async def submit(self, trajectory: Trajectory, worker: str) -> SubmitOutcome:
         """Hand in one finished or failed trajectory; see `submit_many`."""
@@ -71,21 +56,23 @@ class ExperienceBuffer:
         return await Submission(self._store, worker, self._memory_seconds).run(trajectories)
 
     async def peek(self) -> Snapshot:
-        """All outstanding groups, and the counters, at one moment."""
-        packed, stored = await self._store.run("peek")
-        meta = unpack(packed)
-        rows = sorted((_headers.decode(row) for row in stored), key=lambda row: row.admission)
-        return Snapshot(
-            published=WeightVersion(max(meta["lineage"], 0), meta["published"]),
-            is_open=meta["open"],
-            lineage=meta["lineage"],
-            headers=tuple(_public(row) for row in rows),
-            end_of_data=meta["end_of_data"],
-            counters=Counters.from_flat(meta["counters"]),
-            num_held=meta["held"],
-            reserved_bytes=meta["reserved"],
-            occurrences={row.id: (row.epoch, row.position, row.reissues) for row in rows},
-        )
+        """All outstanding groups, and the counters, at one moment; only what changed since the last call is read."""
+        async with self._peeking:
+            seen = self._outstanding
+            packed, stored, gone = await self._store.run("peek", life=seen.life, revision=seen.revision)
+            meta = unpack(packed)
+            seen.apply(meta["life"], meta["revision"], stored, gone, is_whole=meta["whole"])
+            return Snapshot(
+                published=WeightVersion(max(meta["lineage"], 0), meta["published"]),
+                is_open=meta["open"],
+                lineage=meta["lineage"],
+                headers=tuple(seen.headers.values()),
+                end_of_data=meta["end_of_data"],
+                counters=Counters.from_flat(meta["counters"]),
+                num_held=meta["held"],
+                reserved_bytes=meta["reserved"],
+                occurrences=dict(seen.occurrences),
+            )
 
     async def counters(self) -> Counters:
         """Where all admitted trajectories stand."""
@@ -201,16 +188,3 @@ class ExperienceBuffer:
             "evict", groups=list(group_ids), bucket=bucket, reason=reason, reissue=reissue, max_reissues=MAX_REISSUES
         )
         return tuple(unpack(packed))
-
-
-def _public(stored: _StoredHeader) -> GroupHeader:
-    return GroupHeader(
-        group_id=stored.id,
-        admission=stored.admission,
-        state=stored.state,
-        oldest=stored.oldest,
-        newest=stored.newest,
-        max_staleness=None if stored.bound < 0 else stored.bound,
-        num_bytes=stored.bytes,
-        owner=stored.owner,
-    )

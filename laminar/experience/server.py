@@ -17,6 +17,7 @@ from pathlib import Path
 
 import redis
 
+from laminar.allocator import SERVER_ENVIRONMENT
 from laminar.errors import EnvironmentSetupError
 
 MAX_SOCKET_PATH_BYTES = 100
@@ -131,6 +132,7 @@ class EmbeddedServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **SERVER_ENVIRONMENT},
                 start_new_session=True,  # Ctrl-C in the terminal is for the supervisor alone
             )
 

@@ -15,7 +15,7 @@ from typing import Any
 import redis
 
 from laminar.codec import encode_trajectory
-from laminar.errors import ExperienceError, InvariantError
+from laminar.errors import ExperienceError
 from laminar.experience.answers import SubmitOutcome
 from laminar.experience.store import ExperienceStore, as_experience_error, new_request_id, unpack
 from laminar.types import Trajectory
@@ -97,10 +97,9 @@ class Submission:
 
 
 def _parcel(place: int, trajectory: Trajectory, worker: str) -> _Parcel:
-    oldest, newest, failure = trajectory.oldest, trajectory.newest, trajectory.failure
+    failure = trajectory.failure
     good = failure is None
-    if good and (oldest is None or newest is None):
-        raise InvariantError(f"trajectory {trajectory.trajectory_id} has a reward but no sampled token")
+    numbers = [version.number for version in trajectory.versions()] or [0]
     request_id = new_request_id()
     payload = encode_trajectory(trajectory) if good else b""
     return _Parcel(
@@ -117,8 +116,8 @@ def _parcel(place: int, trajectory: Trajectory, worker: str) -> _Parcel:
             "text": failure.text[:MAX_FAILURE_CHARACTERS] if failure else "",
             "bytes": len(payload),
             "tokens": trajectory.num_sampled_tokens,
-            "oldest": oldest.number if oldest else 0,
-            "newest": newest.number if newest else 0,
+            "oldest": min(numbers),
+            "newest": max(numbers),
             "payload": f"payload:{trajectory.trajectory_id}:{request_id}",
             "waited_ms": 0,
         },

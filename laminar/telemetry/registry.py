@@ -62,7 +62,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "staleness/dropped_length_*",
         "trajectories",
-        "the same for those evicted because of their age since the last step; `unfinished` ones have no length yet",
+        "the same for those evicted because of their age since the last step; `unfinished` ones had put nothing by",
     ),
     Metric("mismatch/*", "", "difference between rollout log-probs and the trainer's own at the start of the batch"),
     Metric("throughput/trained_tokens_per_second", "tokens/s", "sampled tokens trained, over the step's whole span"),

@@ -276,5 +276,5 @@ async def test_case_d19_a_group_whose_payload_was_deleted_is_named_evicted_and_i
     assert batch.group_ids == (ready[0], ready[2])
     assert [f"trajectory {ready[1]}-000 is gone" in text for text in heard] == [True]
     counters = await run.buffer.counters()
-    assert (counters.evicted, counters.is_balanced) == ({"payload_lost": 1}, True)
+    assert (counters.evicted, counters.dropped_lengths, counters.is_balanced) == ({"payload_lost": 1}, {}, True)
     assert (await run.claim("0.0", groups=1)).groups[0].prompt.prompt_id == "1"

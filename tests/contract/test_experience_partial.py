@@ -188,3 +188,11 @@ async def test_scripts_are_loaded_again_when_the_server_has_forgotten_them(make_
     group = await claim_one(run)
     await store.client.script_flush()
     assert await pool.append([piece(group, 0, turn([1])), piece(group, 1, turn([2]))]) == ["appended"] * 2
+
+
+async def test_what_is_dropped_while_it_is_played_counts_with_the_tokens_it_had_put_by(make_run, store, pool):
+    run = await make_run(store=store, group_size=3, bytes_per_group=10_000)
+    group = await claim_one(run)
+    await pool.append([piece(group, 0, turn(range(1, 71))), piece(group, 0, turn([5]), member=2)])
+    await run.buffer.evict([group.group_id], EvictionReason.STALE, reissue=False)
+    assert (await run.buffer.counters()).dropped_lengths == {"64": 1, "128": 1, "unfinished": 1}

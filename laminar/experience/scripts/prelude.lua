@@ -6,11 +6,12 @@ local prefix, request, args, payload = KEYS[1], ARGV[1], unpack_value(ARGV[2]), 
 local RUN, COUNTERS, EVENTS = prefix .. 'run', prefix .. 'counters', prefix .. 'events'
 local HEADERS, OUTSTANDING, HELD = prefix .. 'headers', prefix .. 'outstanding', prefix .. 'held'
 local LEASES, UNOWNED, REISSUE = prefix .. 'leases', prefix .. 'unowned', prefix .. 'reissue'
-local STEPS, PROMPTS = prefix .. 'steps', prefix .. 'prompts'
+local STEPS, PROMPTS, CHANGES = prefix .. 'steps', prefix .. 'prompts', prefix .. 'changes'
 local ANSWER_TTL_MS, MAX_EVENTS = 600000, 1000
 
 local clock = call('TIME')
-local now_ms = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
+local now_us = tonumber(clock[1]) * 1000000 + tonumber(clock[2])
+local now_ms = math.floor(now_us / 1000)
 
 local run = {}
 local flat_run = call('HGETALL', RUN)
@@ -78,11 +79,23 @@ local function load(id)
   return packed and unpack_value(packed)
 end
 
+-- A reader that has seen a revision asks for what changed since: all that one script changes is one revision. They begin at the clock,
+-- so that those of a run whose keys somebody deleted are never met again.
+local has_changed = false
+
+local function touch(id)
+  if not run.pruned then set('pruned', now_us) end
+  if not has_changed then set('revision', math.max((run.revision or 0) + 1, now_us)) end
+  has_changed = true
+  call('ZADD', CHANGES, run.revision, id)
+end
+
 local function save(header)
   if late then
     late.headers[header.id] = header
   else
     call('HSET', HEADERS, header.id, pack(header))
+    touch(header.id)
   end
 end
 
@@ -148,19 +161,37 @@ end
 local function forget(header)
   if late then late.headers[header.id] = nil end
   call('HDEL', HEADERS, header.id)
+  touch(header.id)
   call('ZREM', OUTSTANDING, header.id)
   call('ZREM', LEASES, header.id)
   call('ZREM', UNOWNED, header.id)
 end
 
--- What staleness made go, by sampled tokens: up to the power of two that names the bucket. What was still played has no length.
-local function count_dropped(record)
-  if record.payload then
-    local bucket = 64
-    while bucket < (record.tokens or 0) do bucket = bucket * 2 end
-    count('dropped_length:' .. bucket, 1)
-  end
+-- What staleness made go, by sampled tokens: up to the power of two that names the bucket.
+local function count_dropped(tokens)
+  local bucket = 64
+  while bucket < tokens do bucket = bucket * 2 end
+  count('dropped_length:' .. bucket, 1)
 end
+
+local function count_dropped_payload(record)
+  if record.payload then count_dropped(record.tokens or 0) end
+end
+
+-- What was still played counts with the tokens that it had put by; without any it has no length.
+local function count_dropped_running(header)
+  local unfinished = header.size - header.done
+  for member = 0, (header.has_partial and header.size or 0) - 1 do
+    local partial = load_partial(header.id, member)
+    if partial then
+      count_dropped(partial.count)
+      unfinished = unfinished - 1
+    end
+  end
+  count('dropped_length:unfinished', unfinished)
+end
+
+local IS_NOT_AGE = { orphaned = true, payload_lost = true }
 
 -- A group leaves without being trained. One that leaves a taken batch keeps its slot until that step is published.
 local function leave(header, bucket, detail)
@@ -171,9 +202,9 @@ local function leave(header, bucket, detail)
   if detail then count(bucket .. ':' .. detail, running + header.good) end
   if header.state == 'taken' then call('HSET', HELD, header.id, header.step) end
   reserve(header, 0)
-  local is_dropped = bucket == 'evicted' and detail ~= 'orphaned'
-  if is_dropped then count('dropped_length:unfinished', running) end
-  drop_payloads(header.id, is_dropped and count_dropped or nil)
+  local is_dropped = bucket == 'evicted' and not IS_NOT_AGE[detail]
+  if is_dropped then count_dropped_running(header) end
+  drop_payloads(header.id, is_dropped and count_dropped_payload or nil)
   call('UNLINK', prefix .. 'partials:' .. header.id)
   forget(header)
   event(bucket, header.id, detail or '')

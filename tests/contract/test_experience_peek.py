@@ -1,0 +1,40 @@
+"""What a reader that looks often sees, against one that looks for the first time."""
+
+from laminar.experience.buffer import ExperienceBuffer
+from laminar.types import EvictionReason
+
+
+async def test_reader_that_looked_before_sees_what_a_new_one_sees(make_run):
+    run = await make_run(prompts_per_step=4, max_staleness=None)
+    for step in range(1, 5):
+        first, second, *_ = await run.ready(f"0.{step - 1}", groups=4)
+        await run.buffer.evict([second], EvictionReason.STALE, reissue=True)
+        seen = await run.buffer.peek()
+        assert seen == await ExperienceBuffer(run.store).peek()
+        assert second not in seen.occurrences
+        await run.step(step, [first])
+    assert await run.buffer.peek() == await ExperienceBuffer(run.store).peek()
+
+
+async def test_groups_that_left_are_forgotten_in_the_end(make_run):
+    run = await make_run(num_prompts=10, prompts_per_step=500, max_staleness=None)
+    lazy = ExperienceBuffer(run.store)
+    await run.claim("0.0", groups=3)
+    assert len((await lazy.peek()).headers) == 3
+    for _ in range(3):
+        groups = [group.group_id for group in (await run.claim("0.0", groups=450)).groups]
+        await run.buffer.evict(groups, EvictionReason.STALE, reissue=False)
+        await run.buffer.peek()
+    assert await run.store.client.zcard(run.store.key("changes")) < 3 * 450
+    assert len((await lazy.peek()).headers) == 3
+
+
+async def test_keys_deleted_by_hand_are_noticed_by_a_reader_of_old(make_run):
+    run = await make_run()
+    await run.ready("0.0", groups=2)
+    assert len((await run.buffer.peek()).headers) == 2
+    await run.store.client.delete(*[key async for key in run.store.client.scan_iter(match=run.store.key("*"), count=1000)])
+    assert (await run.buffer.peek()).headers == ()
+    again = await make_run(store=run.store)
+    await again.claim("0.0", groups=1)
+    assert len((await run.buffer.peek()).headers) == 1

@@ -1,0 +1,31 @@
+"""Keeping freed memory: the blocks of one size are the same pages again."""
+
+import ctypes
+import resource
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource
+from laminar.allocator import keep_freed_memory
+if {keeps}:
+    assert keep_freed_memory()
+bytes(4_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(50):
+    bytes(b"x" * 100_000) + bytes(4_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(keeps):
+    done = subprocess.run([sys.executable, "-c", FAULTS.format(keeps=keeps)], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another allocator than glibc's")
+def test_a_block_as_large_as_the_last_one_is_not_faulted_in_anew():
+    pages = 50 * 2 * 4_000_000 // resource.getpagesize()
+    assert faults(keeps=True) < pages / 10
