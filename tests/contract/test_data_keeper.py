@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections import Counter
 
 import pytest
@@ -13,23 +11,8 @@ from laminar.cluster.data import RunData
 from laminar.cluster.data_keeper import DataKeeper
 from laminar.config.root import LaminarConfig
 from laminar.errors import RunFailedError
-from laminar.experience.client import connect
-from laminar.experience.server import EmbeddedServer
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import Prompt
-
-
-@pytest.fixture
-def server(tmp_path):
-    with EmbeddedServer(tmp_path / "redis") as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server):
-    connected = await connect(server.url)
-    yield connected
-    await connected.aclose()
 
 
 @pytest.fixture
@@ -56,12 +39,6 @@ def keep(client):
     return kept
 
 
-def kill(server):
-    with redis.Redis.from_url(server.url) as probe:
-        os.kill(int(probe.info("server")["process_id"]), signal.SIGKILL)
-    server._process.wait(10)
-
-
 async def eventually(condition):
     while True:
         with contextlib.suppress(redis.RedisError):
@@ -70,7 +47,7 @@ async def eventually(condition):
         await asyncio.sleep(0.02)
 
 
-async def test_a_killed_server_comes_back_under_its_url_with_its_data(server, client, keep):
+async def test_a_killed_server_comes_back_under_its_url_with_its_data(server, client, keep, kill):
     async with keep(server) as (restarts, said, _):
         await eventually(lambda: client.hlen("laminar:r:prompts"))
         await client.set("laminar:r:mark", "here")
@@ -92,7 +69,7 @@ async def test_what_the_server_has_forgotten_is_put_back(server, client, keep, f
         await eventually(is_whole)
 
 
-async def test_a_server_that_dies_too_often_ends_the_run(server, keep):
+async def test_a_server_that_dies_too_often_ends_the_run(server, keep, kill):
     async with keep(server, max_restarts=0) as (_, _, task):
         kill(server)
         with pytest.raises(RunFailedError, match="redis was restarted 0 times"):

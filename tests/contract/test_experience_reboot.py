@@ -1,42 +1,12 @@
 """A server that was restarted, lost its newest writes, or was replaced by an empty one: the trainer opens it again."""
 
-import os
-import signal
-
 import pytest
-import redis
 
 from laminar.errors import ExperienceError
 from laminar.experience.answers import Frontier
-from laminar.experience.client import connect
-from laminar.experience.server import EmbeddedServer
 from laminar.experience.store import ExperienceStore
 
 SETTINGS = {"num_prompts": 12, "prompts_per_step": 2, "max_staleness": 2, "max_epochs": 1, "max_bytes": 10**6}
-
-
-@pytest.fixture
-def server(tmp_path):
-    with EmbeddedServer(tmp_path / "redis") as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server):
-    connected = await connect(server.url)
-    yield connected
-    await connected.aclose()
-
-
-def kill(server):
-    with redis.Redis.from_url(server.url) as probe:
-        os.kill(int(probe.info("server")["process_id"]), signal.SIGKILL)
-    server._process.wait(10)
-
-
-def append_only_file(tmp_path):
-    (log,) = (tmp_path / "redis" / "appendonlydir").glob("*.incr.aof")
-    return log
 
 
 async def take_frontier(run, step, lineage=0):
@@ -62,12 +32,11 @@ async def remaining_prompts(run, lineage, number):
         await run.step(number, batch, lineage)
 
 
-async def test_a_restarted_server_takes_and_publishes_nothing_until_it_is_restored(server, client, make_run):
+async def test_a_restarted_server_takes_and_publishes_nothing_until_it_is_restored(server, client, make_run, reboot):
     run = await make_run(**SETTINGS, store=ExperienceStore(client, "r"))
     ready = await run.ready("0.0", groups=4)
     frontier = await take_frontier(run, 1)
-    kill(server)
-    server.start()
+    reboot(server)
     assert not (await run.buffer.peek()).is_open
     for request in (run.buffer.publish(0, 1), run.buffer.take(0, 1, ready[2:]), run.buffer.frontier()):
         with pytest.raises(ExperienceError, match="restored"):
@@ -79,17 +48,16 @@ async def test_a_restarted_server_takes_and_publishes_nothing_until_it_is_restor
     assert (counters.trained, counters.buffered, counters.is_balanced) == (2, 2, True)
 
 
-async def test_a_lost_tail_with_take_publish_and_ack_is_made_good_by_the_trainers_word(server, client, make_run, tmp_path):
+async def test_a_lost_tail_with_take_publish_and_ack_is_made_good_by_the_trainers_word(
+    server, client, make_run, reboot, append_only_file
+):
     run = await make_run(**SETTINGS, store=ExperienceStore(client, "r"))
     await run.ready("0.0", groups=4)
-    kept_bytes = append_only_file(tmp_path).stat().st_size
+    kept_bytes = append_only_file().stat().st_size
     frontier = await take_frontier(run, 1)
     await run.buffer.publish(0, 1, trained=True)
     await run.buffer.ack(0, 1)
-    kill(server)
-    with append_only_file(tmp_path).open("r+b") as log:
-        log.truncate(kept_bytes)
-    server.start()
+    reboot(server, kept_bytes=kept_bytes)
     report = await run.buffer.restore(1, 1, frontier)
     assert (report.kept, report.orphaned, report.reissued) == (2, 2, 0)  # the trained two go, and are not issued again
     counters = await run.buffer.counters()
@@ -98,16 +66,13 @@ async def test_a_lost_tail_with_take_publish_and_ack_is_made_good_by_the_trainer
 
 
 async def test_a_lost_tail_with_claims_never_gives_a_group_id_out_twice(
-    server, client, make_run, tmp_path, trajectory_maker
+    server, client, make_run, trajectory_maker, reboot, append_only_file
 ):
     run = await make_run(**SETTINGS, store=ExperienceStore(client, "r"))
     frontier = await run.buffer.frontier()
-    kept_bytes = append_only_file(tmp_path).stat().st_size
+    kept_bytes = append_only_file().stat().st_size
     forgotten = (await run.claim("0.0", groups=3)).groups
-    kill(server)
-    with append_only_file(tmp_path).open("r+b") as log:
-        log.truncate(kept_bytes)
-    server.start()
+    reboot(server, kept_bytes=kept_bytes)
     await run.buffer.restore(1, 0, frontier)
     again = (await run.claim("1.0", groups=3)).groups
     assert [group.prompt for group in again] == [group.prompt for group in forgotten]

@@ -19,19 +19,6 @@ from laminar.experience.store import ExperienceStore
 from laminar.types import Chain, Purpose, SamplingParameters, Trajectory, WeightVersion, sampled, trajectory_id
 
 
-@pytest.fixture
-def server(tmp_path):
-    with EmbeddedServer(tmp_path / "redis") as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server):
-    connected = await connect(server.url)
-    yield connected
-    await connected.aclose()
-
-
 def server_pid(server):
     with redis.Redis.from_url(server.url) as probe:
         return int(probe.info("server")["process_id"])

@@ -4,8 +4,6 @@ Training is a stand-in; server, data module, sampling, spool and loop are real.
 """
 
 import asyncio
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,8 +11,6 @@ import pytest
 import redis
 
 from laminar.config.root import LaminarConfig
-from laminar.experience.client import connect
-from laminar.experience.server import EmbeddedServer
 from laminar.experience.store import ExperienceStore
 from laminar.telemetry.stream import TelemetryReader, TelemetryWriter
 from trainer.audit import audit_run
@@ -31,19 +27,6 @@ STEPS, PROMPTS = 6, 100
 SETTINGS = {"prompts_per_step": 2, "max_staleness": 1, "group_size": 2}
 
 
-@pytest.fixture
-def server(tmp_path):
-    with EmbeddedServer(tmp_path / "redis") as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server):
-    connected = await connect(server.url)
-    yield connected
-    await connected.aclose()
-
-
 def config():
     return LaminarConfig.model_validate(
         {
@@ -56,17 +39,6 @@ def config():
             "staleness": {"max_staleness": 1},
         }
     )
-
-
-def reboot(server, tmp_path, lost_bytes=0):
-    """Kill the server and start it again, the end of its append-only file lost."""
-    with redis.Redis.from_url(server.url) as probe:
-        os.kill(int(probe.info("server")["process_id"]), signal.SIGKILL)
-    server._process.wait(10)
-    (log,) = (tmp_path / "redis" / "appendonlydir").glob("*.incr.aof")
-    with log.open("r+b") as file:
-        file.truncate(max(0, log.stat().st_size - lost_bytes))
-    server.start()
 
 
 class Weights:
@@ -160,17 +132,17 @@ async def test_undisturbed(train_through, tmp_path):
 
 
 @pytest.mark.parametrize("lost_bytes", [0, 500, 5000], ids=["nothing_lost", "some_lost", "more_lost"])
-async def test_a_server_that_is_restarted_while_a_step_trains(train_through, server, tmp_path, lost_bytes):
+async def test_a_server_that_is_restarted_while_a_step_trains(train_through, server, tmp_path, lost_bytes, reboot):
     def during(step):
         if step == 3:
-            reboot(server, tmp_path, lost_bytes)
+            reboot(server, lost_bytes)
 
     run, session = await train_through(during)
     await assert_exactly_once(run, session, tmp_path, lineage=1)
 
 
-async def test_a_server_that_is_restarted_in_every_step(train_through, server, tmp_path):
-    run, session = await train_through(lambda step: reboot(server, tmp_path, 300))
+async def test_a_server_that_is_restarted_in_every_step(train_through, server, tmp_path, reboot):
+    run, session = await train_through(lambda step: reboot(server, 300))
     await assert_exactly_once(run, session, tmp_path, lineage=STEPS)
 
 
@@ -185,7 +157,7 @@ async def test_a_server_that_is_replaced_by_an_empty_one_while_a_step_trains(tra
 
 
 @pytest.mark.parametrize("command", ["commit", "publish", "ack"])
-async def test_a_server_that_dies_between_the_calls_of_a_step(train_through, server, tmp_path, command, monkeypatch):
+async def test_a_server_that_dies_between_the_calls_of_a_step(train_through, server, tmp_path, command, monkeypatch, reboot):
     """The server dies right after the spool file is there, after the number is published, or after the ack."""
     from laminar.experience.buffer import ExperienceBuffer
 
@@ -196,7 +168,7 @@ async def test_a_server_that_dies_between_the_calls_of_a_step(train_through, ser
             def committed(self, header, groups):
                 length = original(self, header, groups)
                 if header.step == 3:
-                    reboot(server, tmp_path, 200)
+                    reboot(server, 200)
                 return length
 
             monkeypatch.setattr(owner, name, committed)
@@ -205,7 +177,7 @@ async def test_a_server_that_dies_between_the_calls_of_a_step(train_through, ser
         async def called(self, *arguments, **more):
             await original(self, *arguments, **more)
             if is_step(*arguments):
-                await asyncio.to_thread(reboot, server, tmp_path, 200)
+                await asyncio.to_thread(reboot, server, 200)
 
         monkeypatch.setattr(owner, name, called)
 

@@ -1,0 +1,65 @@
+"""Fixtures for tests that kill the data module's server: one of the test's own."""
+
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from redis.asyncio import Redis
+
+from laminar.experience.client import connect
+from laminar.experience.server import EmbeddedServer
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A running server of this test's own."""
+    with EmbeddedServer(tmp_path / "redis") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: EmbeddedServer) -> AsyncIterator[Redis]:
+    """A client of this test's own server."""
+    connected = await connect(server.url)
+    yield connected
+    await connected.aclose()
+
+
+@pytest.fixture
+def append_only_file(tmp_path: Path) -> Callable[[], Path]:
+    """The file to which this test's own server writes what it does."""
+
+    def newest() -> Path:
+        (log,) = (tmp_path / "redis" / "appendonlydir").glob("*.incr.aof")
+        return log
+
+    return newest
+
+
+@pytest.fixture
+def kill() -> Callable[[EmbeddedServer], None]:
+    """Kill a server, so that it neither says farewell nor writes."""
+
+    def kill_server(server: EmbeddedServer) -> None:
+        with redis.Redis.from_url(server.url) as probe:
+            os.kill(int(probe.info("server")["process_id"]), signal.SIGKILL)
+        server._process.wait(10)
+
+    return kill_server
+
+
+@pytest.fixture
+def reboot(kill: Callable[[EmbeddedServer], None], append_only_file: Callable[[], Path]) -> Callable[..., None]:
+    """Kill this test's own server and start it again, the last bytes of its append-only file lost."""
+
+    def reboot_server(server: EmbeddedServer, lost_bytes: int = 0, kept_bytes: int | None = None) -> None:
+        kill(server)
+        with append_only_file().open("r+b") as log:
+            size = append_only_file().stat().st_size
+            log.truncate(max(0, size - lost_bytes) if kept_bytes is None else kept_bytes)
+        server.start()
+
+    return reboot_server
