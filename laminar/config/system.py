@@ -33,6 +33,9 @@ class ModelConfig(Section):
     """Folder of a Hugging Face causal model; a relative path counts from the config file, then from the working folder."""
     tokenizer: str = ""
     """Folder of the tokenizer; empty: the model's."""
+    reference: str = ""
+    """Folder of the frozen reference of a KL term, which has the policy's tokenizer; empty: `path`, where training
+    begins."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of training; `auto` is the checkpoint's."""
 

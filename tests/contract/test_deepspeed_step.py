@@ -22,8 +22,8 @@ from laminar.errors import ConfigError
 from laminar.telemetry.registry import check_declared
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
 from trainer import checkpoint
-from trainer.algorithms.grpo import Grpo
-from trainer.algorithms.options import GrpoOptions
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.presets import GrpoOptions
 from trainer.engine import TrainerEngine
 from trainer.ranks import join_ranks
 from trainer.step import train_step
@@ -80,7 +80,9 @@ def train(config, ranks, steps=2, fetch_all=False):
         by_id = {group[0].group_id: group for group in groups}
         own = groups if ranks.is_first else None
         reports.append(
-            train_step(engine, Grpo(GrpoOptions()), own, step, fetch=lambda ids, by_id=by_id: [by_id[i] for i in ids])
+            train_step(
+                engine, PolicyGradient(GrpoOptions()), own, step, fetch=lambda ids, by_id=by_id: [by_id[i] for i in ids]
+            )
         )
     return engine, reports
 
@@ -187,7 +189,7 @@ def test_bfloat16_keeps_float32_weights_apart_and_learns(model_path, ranks):
 def test_an_undefined_logprob_skips_the_step_names_the_sample_and_leaves_the_weights(model_path, ranks):
     engine = TrainerEngine(make_config(model_path), ranks)
     before = weights(engine)
-    report = train_step(engine, Grpo(GrpoOptions()), make_groups(poison=True), 1)
+    report = train_step(engine, PolicyGradient(GrpoOptions()), make_groups(poison=True), 1)
     assert "trajectory 3-1 " in report.skipped_reason
     assert report.trained_tokens == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.state_tensors())
@@ -200,18 +202,18 @@ def test_broken_weights_skip_the_update_and_the_next_good_one_is_applied(zero_st
     good = norm.detach().clone()
     norm.data[0] = torch.nan
     before = weights(engine)
-    report = train_step(engine, Grpo(GrpoOptions()), make_groups(), 1)
+    report = train_step(engine, PolicyGradient(GrpoOptions()), make_groups(), 1)
     assert re.search(r"trajectory \d-\d got a log-prob that is not finite", report.skipped_reason)
     for name, tensor in engine.state_tensors():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
     norm.data.copy_(good)
-    assert train_step(engine, Grpo(GrpoOptions()), make_groups(), 2).skipped_reason is None
+    assert train_step(engine, PolicyGradient(GrpoOptions()), make_groups(), 2).skipped_reason is None
 
 
 def test_a_row_over_the_budget_is_refused_by_name_before_any_work(model_path, ranks):
     engine = TrainerEngine(make_config(model_path, max_tokens_per_micro_batch=10), ranks)
     with pytest.raises(ConfigError, match=r"trajectory \d-\d has a row of"):
-        train_step(engine, Grpo(GrpoOptions()), make_groups(), 1)
+        train_step(engine, PolicyGradient(GrpoOptions()), make_groups(), 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"deepspeed": {"zero_stage": 1}}], ids=["zero0", "zero1"])
@@ -225,7 +227,7 @@ def test_a_resumed_engine_goes_on_as_if_it_had_never_stopped(settings, model_pat
     assert checkpoint.load(folder, resumed) == (1, {"frontier": {"epoch": 0}})
     assert torch.equal(torch.rand(3), drawn[0])
     assert np.array_equal(np.random.rand(3), drawn[1])
-    reports.append(train_step(resumed, Grpo(GrpoOptions()), make_groups(2), 2))
+    reports.append(train_step(resumed, PolicyGradient(GrpoOptions()), make_groups(2), 2))
     assert_same_training(weights(resumed), [report.metrics for report in reports], reference)
     again = TrainerEngine(make_config(folder / "model"), ranks)
     assert all(torch.equal(tensor, weights(engine)[name]) for name, tensor in again.state_tensors())
@@ -276,10 +278,10 @@ def rank_program(model, folder, port, rank):
     assert checkpoint.load(checkpoint.agree_on_latest(folder / "checkpoints", ranks), resumed) == (1, {"of_rank": 0})
     groups = {group[0].group_id: group for group in make_groups(2)}
     own = list(groups.values()) if ranks.is_first else None
-    reports.append(train_step(resumed, Grpo(GrpoOptions()), own, 2, fetch=lambda ids: [groups[i] for i in ids]))
+    reports.append(train_step(resumed, PolicyGradient(GrpoOptions()), own, 2, fetch=lambda ids: [groups[i] for i in ids]))
     result["resumed"] = [report.metrics for report in reports]
     save_file(weights(resumed), folder / f"resumed-rank{rank}.safetensors")
-    result["poisoned"] = train_step(resumed, Grpo(GrpoOptions()), make_groups(poison=True), 3).skipped_reason
+    result["poisoned"] = train_step(resumed, PolicyGradient(GrpoOptions()), make_groups(poison=True), 3).skipped_reason
     result["disk_full"] = save_with_a_failing_rank(folder / "checkpoints", resumed, saved)
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     ranks.leave()
