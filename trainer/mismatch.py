@@ -70,7 +70,7 @@ class Mismatch:
         total = np.array(ranks.sum(np.concatenate(parts).tolist()))
         tokens, kl, absolute, masked, histogram, sums = np.split(total, np.cumsum([len(part) for part in parts])[:-1])
         largest = max(ranks.gather_numbers(self.largest))
-        count = tokens.sum()
+        count = float(tokens.sum())
         if not count:
             return {}
         weight, applied, squared = (float(number) for number in sums)

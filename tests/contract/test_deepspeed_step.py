@@ -242,13 +242,13 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(model_path, ranks, t
         checkpoint.load(folder, engine)
 
 
-def test_two_ranks_train_as_one_at_every_zero_stage_and_resume(model_path, tmp_path, reference):
+def test_two_ranks_train_as_one_at_every_zero_stage_and_resume(model_path, tmp_path, reference, ranks):
     store = TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
     command = [sys.executable, __file__, str(model_path), str(tmp_path), str(store.port)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     children = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
     try:
-        assert [child.wait(timeout=120) for child in children] == [0, 0]
+        assert [child.wait(timeout=240) for child in children] == [0, 0]
     finally:
         for child in children:
             child.kill()
@@ -257,8 +257,33 @@ def test_two_ranks_train_as_one_at_every_zero_stage_and_resume(model_path, tmp_p
         for case in ("zero0", "zero1", "zero2", "resumed"):
             tensors = load_file(tmp_path / f"{case}-rank{rank}.safetensors")
             assert_same_training(tensors, result[case], reference)
+        assert result["scored"] == pytest.approx(train_with_everything(model_path, ranks), rel=1e-4, abs=1e-6)
         assert "trajectory 3-1 " in result["poisoned"]
         assert "could not write" in result["disk_full"]
+
+
+def train_with_everything(model, ranks):
+    """A step that needs proximal and reference log-probs, whole trajectories and the whole batch: its metrics but times."""
+    config = make_config(
+        model,
+        mini_batches=2,
+        epochs=2,
+        max_tokens_per_micro_batch=24,
+        correction={"weight": "sequence_tis", "geometric_max": 1.05},
+        deepspeed={"zero_stage": 1},
+    )
+    options = {"kl_coef": 0.1, "whiten": True, "kl_in": "reward", "ratio_to": "proximal", "aggregation": "sequence_mean"}
+    algorithm = PolicyGradient(GrpoOptions(**options))
+    engine = TrainerEngine(config, ranks, algorithm.needs)
+    groups = make_groups(1)
+    by_id = {group[0].group_id: group for group in groups}
+    own = groups if ranks.is_first else None
+    report = train_step(engine, algorithm, own, 1, fetch=lambda ids: [by_id[i] for i in ids])
+    assert 0 < report.metrics["mismatch/masked_ratio"] < 1
+    leave_out = ("time/", "train/micro_batches")
+    return {name: value for name, value in report.metrics.items() if not name.startswith(leave_out)} | {
+        "weights": sum(float(tensor.double().abs().sum()) for _, tensor in engine.state_tensors())
+    }
 
 
 def rank_program(model, folder, port, rank):
@@ -281,6 +306,7 @@ def rank_program(model, folder, port, rank):
     reports.append(train_step(resumed, PolicyGradient(GrpoOptions()), own, 2, fetch=lambda ids: [groups[i] for i in ids]))
     result["resumed"] = [report.metrics for report in reports]
     save_file(weights(resumed), folder / f"resumed-rank{rank}.safetensors")
+    result["scored"] = train_with_everything(model, ranks)
     result["poisoned"] = train_step(resumed, PolicyGradient(GrpoOptions()), make_groups(poison=True), 3).skipped_reason
     result["disk_full"] = save_with_a_failing_rank(folder / "checkpoints", resumed, saved)
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
