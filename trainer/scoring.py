@@ -75,7 +75,9 @@ def score_step(engine: TrainerEngine, algorithm: Algorithm, plan: StepPlan, rows
         if correction.masks_sequences:
             mini_batches = _recount(algorithm, plan, verdicts, sums_R3[:, 2])
             problem = None if mini_batches else "trainer.correction dropped every trajectory"
-    return ScoredStep(_spread_advantages(engine.ranks, algorithm, rows), mini_batches, mismatch, problem)
+    rows = _spread_advantages(engine.ranks, algorithm, rows)
+    problem = problem or _first_undefined(engine.ranks, rows, ["advantages"])
+    return ScoredStep(rows, mini_batches, mismatch, problem)
 
 
 def _score(engine: TrainerEngine, name: str, scorer: Scorer, mini_batches: tuple[MiniBatchPlan, ...], rows: Rows) -> Rows:

@@ -100,11 +100,10 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
         logprobs_BT, entropy_BT = engine.forward(
             batch, is_last=number == len(micro_batches), entropy_gradient=needs_gradient
         )
-        numerator, parts = _loss(work.algorithm, batch, logprobs_BT, entropy_BT)
+        numerator, parts, problem = _loss(work.algorithm, batch, logprobs_BT, entropy_BT)
         loss = numerator / plan.denominator
-        bad = non_finite_row(logprobs_BT.detach(), batch.mask)
-        if bad is not None:
-            undefined = undefined or batch.names[bad]
+        if problem:
+            undefined = undefined or problem
             loss = loss + logprobs_BT.sum() * math.nan  # spoils the gradient on every rank, so that no rank applies it
         elif mismatch is not None:
             _measure(mismatch, batch, logprobs_BT, trained_on=work.step - 1)
@@ -121,11 +120,11 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     return None
 
 
-def _loss(algorithm: Algorithm, batch: PackedRows, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The micro-batch's loss numerator, with gradient, and its sums in the order of `_SUMS`, without."""
+def _loss(algorithm: Algorithm, batch: PackedRows, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, Tensor, str]:
+    """The micro-batch's loss numerator, with gradient; its sums, as `_SUMS` names them; what is undefined in it."""
     scores, mask_BT = batch.scores, batch.mask
     if not bool(mask_BT.any()):
-        return logprobs_BT.sum(), torch.zeros(len(_SUMS), dtype=torch.float64, device=logprobs_BT.device)
+        return logprobs_BT.sum(), torch.zeros(len(_SUMS), dtype=torch.float64, device=logprobs_BT.device), ""
     policy = algorithm.policy_loss(
         TokenInputs(
             logprobs=logprobs_BT,
@@ -139,9 +138,8 @@ def _loss(algorithm: Algorithm, batch: PackedRows, logprobs_BT: Tensor, entropy_
     )
     losses_BT = policy.losses * select(scores["weights"], mask_BT) if "weights" in scores else policy.losses
     weighed = loss_numerator(losses_BT, mask_BT, algorithm.aggregation, batch.sequence_tokens)
-    numerator = weighed
-    if policy.penalty is not None:
-        numerator = numerator + loss_numerator(policy.penalty, mask_BT, algorithm.aggregation, batch.sequence_tokens)
+    whole_BT = losses_BT if policy.penalty is None else losses_BT + policy.penalty
+    numerator = loss_numerator(whole_BT, mask_BT, algorithm.aggregation, batch.sequence_tokens)
     parts = (
         numerator,
         weighed,
@@ -151,7 +149,16 @@ def _loss(algorithm: Algorithm, batch: PackedRows, logprobs_BT: Tensor, entropy_
         select(entropy_BT, mask_BT).sum(),
         policy.ratio.new_zeros(()) if policy.kl is None else policy.kl.sum(),
     )
-    return numerator, torch.stack([part.detach().double() for part in parts])
+    return numerator, torch.stack([part.detach().double() for part in parts]), _undefined(batch, logprobs_BT, whole_BT)
+
+
+def _undefined(batch: PackedRows, logprobs_BT: Tensor, losses_BT: Tensor) -> str:
+    """Which trajectory got a number that is not finite at a trained place, and which number; empty if none did."""
+    for what, values_BT in (("log-prob", logprobs_BT), ("loss", losses_BT)):
+        row = non_finite_row(values_BT.detach(), batch.mask)
+        if row is not None:
+            return f"trajectory {batch.names[row]} got a {what} that is not finite"
+    return ""
 
 
 def _measure(mismatch: Mismatch, batch: PackedRows, logprobs_BT: Tensor, *, trained_on: int) -> None:
@@ -160,9 +167,9 @@ def _measure(mismatch: Mismatch, batch: PackedRows, logprobs_BT: Tensor, *, trai
 
 
 def _why(engine: TrainerEngine, update: Update, undefined: str) -> str:
-    names = [name for name in engine.ranks.gather_texts(undefined) if name]
-    if names:
-        return f"trajectory {', '.join(names)} got a log-prob that is not finite from the trainer"
+    texts = [text for text in engine.ranks.gather_texts(undefined) if text]
+    if texts:
+        return ", ".join(texts)
     return f"the gradient norm is {update.grad_norm}"
 
 

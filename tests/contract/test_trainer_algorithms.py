@@ -1,6 +1,8 @@
 """Every algorithm, KL term and correction through the real step: the update of a plain float64 loop, whatever the split."""
 
 import math
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from laminar.plugins import resolve, validate_options
 from laminar.telemetry.registry import check_declared
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
 from trainer.algorithms import ALGORITHM_OPTIONS
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.presets import GrpoOptions
 from trainer.engine import TrainerEngine
 from trainer.ranks import join_ranks
 from trainer.session import build_algorithm
@@ -321,6 +325,31 @@ def test_a_broken_reference_skips_the_step_and_names_a_trajectory(models, ranks)
     before = {name: tensor.clone() for name, tensor in engine.state_tensors()}
     report = train_step(engine, algorithm, make_groups(), 1)
     assert "trajectory 0-0 got ref_logprobs that are not finite" in report.skipped_reason
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_tensors())
+
+
+class Spoilt(PolicyGradient):
+    """Gives undefined losses, or undefined advantages."""
+
+    def __init__(self, options, what):
+        super().__init__(options)
+        self.what = what
+
+    def token_advantages(self, advantage, scores):
+        values = super().token_advantages(advantage, scores)
+        return values * math.nan if self.what == "advantages" and advantage > 0 else values
+
+    def policy_loss(self, batch):
+        loss = super().policy_loss(batch)
+        return loss if self.what != "loss" else replace(loss, losses=loss.losses + torch.where(batch.mask, torch.inf, 0.0))
+
+
+@pytest.mark.parametrize("what", ["advantages", "loss"])
+def test_an_undefined_number_of_the_algorithm_skips_the_step_and_names_a_trajectory(what, models, ranks):
+    engine = TrainerEngine(make_config(models, "dr_grpo"), ranks)
+    before = {name: tensor.clone() for name, tensor in engine.state_tensors()}
+    report = train_step(engine, Spoilt(GrpoOptions(), what), make_groups(), 1)
+    assert re.search(rf"trajectory \d-\d got (a )?{what} that (is|are) not finite", report.skipped_reason)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_tensors())
 
 
