@@ -23,11 +23,12 @@ from torch import Tensor
 
 from laminar.config.root import LaminarConfig
 from laminar.config.trainer import TrainerConfig
-from laminar.errors import ConfigError
+from laminar.errors import ConfigError, InvariantError
 from trainer.model import can_share_prompts, load_model
 from trainer.packing import PackedRows
 from trainer.policy import Policy
 from trainer.ranks import Ranks
+from trainer.reference import Reference
 
 logger = logging.getLogger("laminar.trainer.engine")
 
@@ -51,17 +52,19 @@ class TrainerEngine:
     Args:
         config: the run's settings; `model.path` must be a folder.
         ranks: the joined ranks; all construct their engine together.
+        needs: what the algorithm asks for; decides whether a reference is loaded.
 
     Raises:
         ConfigError: if the model cannot be loaded or trained.
     """
 
-    def __init__(self, config: LaminarConfig, ranks: Ranks) -> None:
+    def __init__(self, config: LaminarConfig, ranks: Ranks, needs: frozenset[str] = frozenset()) -> None:
         torch.set_num_threads(config.trainer.num_threads)
         torch.manual_seed(config.run.seed + ranks.rank)
         self.config = config
         self.ranks = ranks
         self.model = load_model(config.model, gradient_checkpointing=config.trainer.gradient_checkpointing).to(ranks.device)
+        self._reference = Reference(config, ranks, self.model.config.vocab_size) if "ref_logprobs" in needs else None
         self.share_prompts = self._decide_sharing()
         self._adam = torch.optim.AdamW(
             [parameter for parameter in self.model.parameters() if parameter.requires_grad],
@@ -74,21 +77,36 @@ class TrainerEngine:
         self._is_plain = config.trainer.deepspeed.zero_stage == 0 and self.model.dtype != torch.bfloat16
         self._engine = _initialize_deepspeed(Policy(self.model), self._adam, config.trainer, self._is_plain)
 
-    def forward(self, batch: PackedRows, *, is_last: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: PackedRows, *, is_last: bool, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Score a micro-batch; all ranks call `forward` and `backward` equally often before an update.
 
         Args:
             batch: the rows.
             is_last: whether the update follows this micro-batch.
+            entropy_gradient: whether entropies carry a gradient too.
 
         Returns:
-            Log-probs with gradient and entropies without, (B, T) each, 0 where nothing is trained.
+            Log-probs with gradient and entropies, (B, T) each, 0 where nothing is trained.
         """
         self._engine.set_gradient_accumulation_boundary(is_last)
-        prompts = batch.prompts
-        shared = () if prompts is None else (prompts.token_ids, prompts.lengths, prompts.of_row)
-        logprobs_BT, entropy_BT = self._engine(batch.token_ids, batch.mask, batch.temperature, *shared)
+        logprobs_BT, entropy_BT = self._engine(*batch.model_inputs(), entropy_gradient=entropy_gradient)
         return logprobs_BT, entropy_BT
+
+    @torch.no_grad()
+    def score(self, batch: PackedRows) -> Tensor:
+        """Log-probs of a micro-batch under the weights as they are, (B, T), without gradient; 0 where nothing is trained.
+
+        All ranks call it equally often.
+        """
+        logprobs_BT: Tensor = self._engine(*batch.model_inputs())[0]
+        return logprobs_BT
+
+    @property
+    def reference(self) -> Reference:
+        """The frozen reference; a context manager, on the device inside."""
+        if self._reference is None:
+            raise InvariantError("the engine was made for an algorithm that needs no reference")
+        return self._reference
 
     def backward(self, loss: Tensor) -> None:
         """Add a loss's gradient; after the mini-batch's last micro-batch, ranks add up theirs."""
@@ -159,8 +177,9 @@ class TrainerEngine:
                 "trainer.share_prompts is off: gradient_checkpointing recomputes layers without a key-value cache"
             )
             return False
-        if trainer.share_prompts and not can_share_prompts(self.model):
-            logger.warning("trainer.share_prompts is off: the model has layers without a plain key-value cache")
+        is_able = can_share_prompts(self.model) and (self._reference is None or self._reference.can_share_prompts)
+        if trainer.share_prompts and not is_able:
+            logger.warning("trainer.share_prompts is off: a model has layers without a plain key-value cache")
             return False
         return trainer.share_prompts
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from laminar.config.root import LaminarConfig
-from laminar.errors import ExperienceError, LaminarError, first_error
+from laminar.errors import ExperienceError, LaminarError, RunFailedError, first_error
 from laminar.experience.answers import Frontier
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.telemetry.stream import TelemetryWriter
@@ -29,6 +29,7 @@ from trainer.session import TrainingSession
 from trainer.spool_file import SpooledGroup, SpooledStep
 from trainer.step import StepReport
 from trainer.step_log import StepLog
+from trainer.stopping import stop_reason
 
 logger = logging.getLogger("laminar.trainer.loop")
 
@@ -73,7 +74,10 @@ class TrainingLoop:
         Unblocked by: submitted groups, evictions of due ones, the end of the data, `stop`.
 
         Returns:
-            `reason` (`max_steps`, `end_of_data` or `stopped`) and the last `step`.
+            `reason` (the setting whose limit was reached, `end_of_data` or `stopped`) and the last `step`.
+
+        Raises:
+            RunFailedError: too many steps in a row were skipped for safety; the last checkpoint stands.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -84,12 +88,12 @@ class TrainingLoop:
         except* LaminarError as failures:
             raise first_error(failures) from None
         progress = self.progress
-        done = progress.step >= self._config.run.max_steps
-        return {"reason": "max_steps" if done else "stopped" if self._stopping else "end_of_data", "step": progress.step}
+        reason = stop_reason(self._config.run, progress) or ("stopped" if self._stopping else "end_of_data")
+        return {"reason": reason, "step": progress.step}
 
     async def _train_steps(self) -> None:
         progress, session = self.progress, self._session
-        while progress.step < self._config.run.max_steps and not self._stopping:
+        while stop_reason(self._config.run, progress) is None and not self._stopping:
             taken = await self._next_batch()
             if taken is None:
                 break
@@ -125,7 +129,7 @@ class TrainingLoop:
         seconds = await self._commit(batch, frontier, report)
         published = await self._hand_over(step)
         if report.skipped_reason:
-            await self._telemetry.emit("notice", fields={"text": f"step {step} skipped: {report.skipped_reason}"})
+            await self._say_skipped(report.skipped_reason)
         metrics = self._metrics(batch, report, published, step, seconds)
         digest = batch_digest(batch.groups)
         await self._steps.add(metrics, {"train_started": started, "train_ended": time.time(), "batch": digest})
@@ -140,6 +144,8 @@ class TrainingLoop:
             step_seconds=self.progress.step_seconds + now - begin,
             trained_tokens=self.progress.trained_tokens + report.metrics.get("train/tokens", 0.0),
             skipped_steps=self.progress.skipped_steps + bool(report.skipped_reason),
+            skipped_in_a_row=self.progress.skipped_in_a_row + 1 if report.skipped_reason else 0,
+            recent_rewards=self._recent_rewards(batch, report),
         )
         groups = tuple(map(SpooledGroup, batch.group_ids, batch.occurrences))
         header = SpooledStep(after, frontier, batch_digest(batch.groups), groups)
@@ -149,6 +155,22 @@ class TrainingLoop:
             setattr(self.progress, field.name, getattr(after, field.name))
         self._authority.frontier, self._last_end = frontier, now
         return now - begin
+
+    def _recent_rewards(self, batch: Batch, report: StepReport) -> tuple[float, ...]:
+        """Rewards of the last steps, this one's included: of all groups that ended, where the batch knows them."""
+        reward = batch.metrics().get("reward/finished_mean", report.metrics.get("reward/mean"))
+        kept = self.progress.recent_rewards if reward is None else (*self.progress.recent_rewards, reward)
+        return kept[-self._config.run.stop_at_reward_steps :]
+
+    async def _say_skipped(self, reason: str) -> None:
+        """Tell of a skipped step; give up if it is one too many."""
+        step, in_a_row = self.progress.step, self.progress.skipped_in_a_row
+        await self._telemetry.emit("notice", fields={"text": f"step {step} skipped: {reason}"})
+        if in_a_row >= self._config.run.max_skipped_steps:
+            raise RunFailedError(
+                f"{in_a_row} steps in a row were skipped for safety (run.max_skipped_steps), the last one because {reason}; "
+                "the last checkpoint stands"
+            )
 
     async def _hand_over(self, step: int) -> Published:
         """Tell data module and relay of a committed step; a server that has forgotten the run is told all anew."""

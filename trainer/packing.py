@@ -5,8 +5,8 @@ Padding is on the right everywhere: under causal attention no real token then se
 Shapes: B rows, T tokens, P distinct prompts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -28,18 +28,22 @@ class Row:
         token_ids: (T,) int32.
         mask: (T,) bool, true where a token is trained.
         rollout_logprobs: (T,) float32; NaN at given tokens.
+        versions: (T,) int32, number of the version that sampled a token; -1 at given tokens.
         temperature: the row was sampled at.
         advantage: of its trajectory.
         sequence_tokens: trained tokens of the whole trajectory, all its chains together.
+        scores: (T,) float32 each, by name: what was found out at batch start (`trainer/scoring.py`).
     """
 
     shape: RowShape
     token_ids: Int32Array
     mask: BoolArray
     rollout_logprobs: Float32Array
+    versions: Int32Array
     temperature: float
     advantage: float
     sequence_tokens: int
+    scores: Mapping[str, Float32Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,9 +70,11 @@ class PackedRows:
         token_ids: (B, T) int64; 0 at padding.
         mask: (B, T) bool, true where a token is trained.
         rollout_logprobs: (B, T) float32; NaN at given tokens and padding.
+        versions: (B, T) int32; -1 at given tokens and padding.
         temperature: (B,) float32.
         advantage: (B,) float32.
         sequence_tokens: (B,) int64.
+        scores: (B, T) float32 each, the rows' `scores`; NaN at padding.
         prompts: None if prompts are not shared.
     """
 
@@ -76,10 +82,17 @@ class PackedRows:
     token_ids: Tensor
     mask: Tensor
     rollout_logprobs: Tensor
+    versions: Tensor
     temperature: Tensor
     advantage: Tensor
     sequence_tokens: Tensor
+    scores: Mapping[str, Tensor] = field(default_factory=dict)
     prompts: SharedPrompts | None = None
+
+    def model_inputs(self) -> tuple[Tensor, ...]:
+        """The arguments of `Policy.forward`."""
+        shared = () if self.prompts is None else (self.prompts.token_ids, self.prompts.lengths, self.prompts.of_row)
+        return (self.token_ids, self.mask, self.temperature, *shared)
 
 
 def prompt_tokens(chain: Chain) -> int:
@@ -118,6 +131,7 @@ def make_row(
         token_ids=chain.token_ids()[:end],
         mask=mask[:end],
         rollout_logprobs=chain.rollout_logprobs()[:end],
+        versions=chain.version_numbers()[:end],
         temperature=temperature,
         advantage=advantage,
         sequence_tokens=sequence_tokens,
@@ -135,18 +149,33 @@ def pack_rows(rows: Sequence[Row], *, share_prompts: bool, device: torch.device)
     if not rows:
         return _nothing(device)
     starts = [row.shape.prompt_tokens if share_prompts else 0 for row in rows]
+
+    def pad(arrays: Iterable[npt.NDArray], dtype: npt.DTypeLike, value: float) -> Tensor:
+        return _pad([array[start:] for array, start in zip(arrays, starts, strict=True)], dtype, value, device)
+
     return PackedRows(
         names=tuple(row.shape.name for row in rows),
-        token_ids=_pad([row.token_ids[s:] for row, s in zip(rows, starts, strict=True)], np.int64, 0, device),
-        mask=_pad([row.mask[s:] for row, s in zip(rows, starts, strict=True)], np.bool_, False, device),
-        rollout_logprobs=_pad(
-            [row.rollout_logprobs[s:] for row, s in zip(rows, starts, strict=True)], np.float32, np.nan, device
-        ),
+        token_ids=pad((row.token_ids for row in rows), np.int64, 0),
+        mask=pad((row.mask for row in rows), np.bool_, False),
+        rollout_logprobs=pad((row.rollout_logprobs for row in rows), np.float32, np.nan),
+        versions=pad((row.versions for row in rows), np.int32, -1),
         temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=device),
         advantage=torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device),
         sequence_tokens=torch.tensor([row.sequence_tokens for row in rows], device=device),
+        scores={name: pad((row.scores[name] for row in rows), np.float32, np.nan) for name in rows[0].scores},
         prompts=_shared_prompts(rows, device) if share_prompts else None,
     )
+
+
+def unpack_rows(values_BT: Tensor, rows: Sequence[Row], *, share_prompts: bool) -> list[Float32Array]:
+    """Undo `pack_rows` for values of places: the rows' arrays, (T,) float32 each, NaN at a prompt that is shared."""
+    arrays = []
+    for values, row in zip(values_BT.detach().float().cpu().numpy(), rows, strict=True):
+        start = row.shape.prompt_tokens if share_prompts else 0
+        array = np.full(row.shape.num_tokens, np.nan, np.float32)
+        array[start:] = values[: row.shape.num_tokens - start]
+        arrays.append(array)
+    return arrays
 
 
 def _shared_prompts(rows: Sequence[Row], device: torch.device) -> SharedPrompts:
@@ -174,6 +203,7 @@ def _nothing(device: torch.device) -> PackedRows:
         token_ids=torch.zeros(1, 2, dtype=torch.int64, device=device),
         mask=torch.zeros(1, 2, dtype=torch.bool, device=device),
         rollout_logprobs=torch.full((1, 2), torch.nan, device=device),
+        versions=torch.full((1, 2), -1, dtype=torch.int32, device=device),
         temperature=torch.ones(1, device=device),
         advantage=torch.zeros(1, device=device),
         sequence_tokens=torch.zeros(1, dtype=torch.int64, device=device),

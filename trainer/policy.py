@@ -53,6 +53,7 @@ class Policy(nn.Module):
         prompt_ids_PT: Tensor | None = None,
         prompt_lengths_P: Tensor | None = None,
         prompt_of_row_B: Tensor | None = None,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Score rows, padded on the right.
 
@@ -63,9 +64,10 @@ class Policy(nn.Module):
             prompt_ids_PT: distinct prompts, computed once each.
             prompt_lengths_P: their lengths.
             prompt_of_row_B: which prompt each row follows.
+            entropy_gradient: whether entropies carry a gradient too.
 
         Returns:
-            (B, T) log-probs with gradient, and (B, T) entropies in nats without; both 0 where nothing is asked.
+            (B, T) log-probs with gradient, and (B, T) entropies in nats; both 0 where nothing is asked.
         """
         if prompt_ids_PT is None:
             hidden_BTH = self._trunk(token_ids_BT[:, :-1]).last_hidden_state
@@ -77,7 +79,8 @@ class Policy(nn.Module):
             hidden_BTH = self._after_prompts(token_ids_BT, prompt_ids_PT, prompt_lengths_P, prompt_of_row_B)
             scored_BT, targets_BT = mask_BT, token_ids_BT
         temperature_N = temperature_B[:, None].expand_as(scored_BT)[scored_BT]
-        logprobs_N, entropy_N = self._score(hidden_BTH[scored_BT], targets_BT[scored_BT], temperature_N)
+        inputs = (hidden_BTH[scored_BT], targets_BT[scored_BT], temperature_N)
+        logprobs_N, entropy_N = self._score(*inputs, entropy_gradient=entropy_gradient)
         empty_BT = torch.zeros(mask_BT.shape, dtype=logprobs_N.dtype, device=mask_BT.device)
         return empty_BT.masked_scatter(mask_BT, logprobs_N), empty_BT.masked_scatter(mask_BT, entropy_N)
 
@@ -115,31 +118,36 @@ class Policy(nn.Module):
         known = {} if cache is None else {self._cache_argument: cache}
         return self.model.base_model(input_ids=token_ids_BT, use_cache=cache is not None, **known, **arguments)
 
-    def _score(self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
+
+        def score(hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+            return score_tokens(head(hidden_NH), targets_N, temperature_N, entropy_gradient=entropy_gradient)
+
         rows = max(1, self._max_logits_bytes // (4 * head.weight.shape[0]))
         if len(hidden_NH) <= rows:
-            return score_tokens(head(hidden_NH), targets_N, temperature_N)
-
-        def score_chunk(hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-            return score_tokens(head(hidden_NH), targets_N, temperature_N)
-
+            return score(hidden_NH, targets_N, temperature_N)
         chunks = zip(hidden_NH.split(rows), targets_N.split(rows), temperature_N.split(rows), strict=True)
-        scores = [checkpoint(score_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+        scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
 
-def score_tokens(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+def score_tokens(
+    logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-probs of targets, and entropies, of the distribution softmax(logits / temperature).
 
     A temperature of 0 (greedy) reports the untempered distribution, as engines do.
 
     Returns:
-        (N,) log-probs with gradient, (N,) entropies in nats without; float32, or float64 for float64 logits.
+        (N,) log-probs with gradient, (N,) entropies in nats, with gradient if asked for; float32, or float64 for float64
+        logits.
     """
     temperature_N = torch.where(temperature_N > 0, temperature_N, 1.0)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature_N[:, None]
     logprobs_NV = logits_NV.log_softmax(dim=-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).nan_to_num(nan=0.0).sum(dim=-1)
     return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N

@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from laminar.config.root import LaminarConfig
 from laminar.experience.answers import Frontier
 from laminar.plugins import resolve, validate_options
-from trainer.algorithms import ALGORITHMS
+from trainer.algorithms import ALGORITHM_OPTIONS, ALGORITHMS
 from trainer.algorithms.base import Algorithm
 from trainer.checkpoint import agree_on_latest, load, save
 from trainer.checkpoint_folder import oldest_step
@@ -58,8 +58,8 @@ class TrainingSession:
             use_gpu=config.trainer.num_gpus_per_rank > 0,
             collective_seconds=config.run.no_progress_seconds + COLLECTIVE_MARGIN_SECONDS,
         )
-        self.engine = TrainerEngine(config, ranks)
         self.algorithm = build_algorithm(config)
+        self.engine = TrainerEngine(config, ranks, self.algorithm.needs)
         self.spool = ReplaySpool(checkpoints)
         self.progress, self.frontier = self._resume()
         self.saved_step = self.progress.step
@@ -135,5 +135,6 @@ def build_algorithm(config: LaminarConfig) -> Algorithm:
     """
     choice = config.trainer.algorithm
     attribute: Callable[..., Algorithm] = resolve(choice.kind, ALGORITHMS, "trainer.algorithm.kind")
-    options = validate_options(attribute, choice.options, "trainer.algorithm.options")
+    model = resolve(choice.kind, ALGORITHM_OPTIONS, "trainer.algorithm.kind")
+    options = validate_options(model, choice.options, "trainer.algorithm.options")
     return attribute() if options is None else attribute(options)

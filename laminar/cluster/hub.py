@@ -13,13 +13,13 @@ WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def with_local_model(config: LaminarConfig) -> LaminarConfig:
-    """The config with `model.path` and `model.tokenizer` as local folders.
+    """The config with `model.path`, `model.tokenizer` and `model.reference` as local folders.
 
     Raises:
         ConfigError: the hub does not have the model, or cannot be reached and no earlier download is there.
     """
     model = config.model
-    local = {name: local_folder(value) for name in ("path", "tokenizer") if (value := getattr(model, name))}
+    local = {name: local_folder(value) for name in ("path", "tokenizer", "reference") if (value := getattr(model, name))}
     return config.model_copy(update={"model": model.model_copy(update=local)})
 
 

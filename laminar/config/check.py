@@ -8,7 +8,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from laminar.config.check_plugins import GROUP_NORMALISED, needs_exact_logprobs, plugin_faults
+from laminar.config.check_algorithm import algorithm_faults
+from laminar.config.check_plugins import algorithm_options, needs_exact_logprobs, plugin_faults
 from laminar.config.check_sources import source_faults, source_notes
 from laminar.config.check_warnings import episode_warnings, machine_warnings, pace_warnings
 from laminar.config.root import LaminarConfig
@@ -31,7 +32,15 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
     Raises:
         ConfigError: naming everything that is wrong, one sentence each.
     """
-    rules = (_group_faults, _capacity_faults, _sampling_faults, _engine_faults, source_faults, plugin_faults)
+    rules = (
+        _group_faults,
+        _capacity_faults,
+        _sampling_faults,
+        _engine_faults,
+        source_faults,
+        plugin_faults,
+        algorithm_faults,
+    )
     faults = [fault for rule in rules for fault in rule(config)]
     if faults:
         head = f"{len(faults)} settings cannot work:" if len(faults) > 1 else ""
@@ -47,7 +56,8 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
 
 def _group_faults(config: LaminarConfig) -> Iterator[str]:
     rollout, trainer = config.rollout, config.trainer
-    if rollout.group_size == 1 and trainer.algorithm.kind in GROUP_NORMALISED:
+    baseline = getattr(algorithm_options(config), "baseline", "none")
+    if rollout.group_size == 1 and baseline != "none":
         yield (
             f"`rollout.group_size` is 1: {trainer.algorithm.kind} compares a group's members, so every advantage "
             "would be 0; use 2 or more"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from laminar.config.root import LaminarConfig
+from laminar.config.section import Section
 from laminar.errors import ConfigError
 from laminar.plugins import import_path, load_attribute, resolve, validate_options
 from laminar.policies.samplers import SAMPLERS
@@ -17,8 +18,6 @@ REWARDS = "rollout.rewards:REWARDS"
 ALGORITHMS = "trainer.algorithms:ALGORITHM_OPTIONS"
 ENGINES: Mapping[str, str] = {"torch": "", "sglang": ""}
 """Known engines; they take no options model (`rollout.engine.options` are flags of their command line)."""
-GROUP_NORMALISED = ("grpo",)
-"""Algorithms whose advantages compare the members of a group."""
 
 
 def plugin_faults(config: LaminarConfig) -> Iterator[str]:
@@ -31,6 +30,15 @@ def plugin_faults(config: LaminarConfig) -> Iterator[str]:
     yield from _fault_in(resolve, config.experience.sampler, SAMPLERS, "experience.sampler")
     yield from _fault_in(import_path, config.rollout.engine.kind, ENGINES, "rollout.engine.kind")
     yield from _reward_faults(config)
+
+
+def algorithm_options(config: LaminarConfig) -> Section | None:
+    """The algorithm's options with their defaults; None if they are wrong, or the algorithm takes none."""
+    choice = config.trainer.algorithm
+    try:
+        return validate_options(resolve(choice.kind, load_attribute(ALGORITHMS)), choice.options)
+    except ConfigError:
+        return None
 
 
 def needs_exact_logprobs(kind: str) -> bool:

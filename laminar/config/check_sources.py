@@ -45,7 +45,7 @@ def source_notes(config: LaminarConfig) -> Iterator[str]:
 def _model_faults(setting: str, text: str) -> Iterator[str]:
     path = Path(text)
     if path.is_dir():
-        if setting == "model.path" and not (path / "config.json").is_file():
+        if setting != "model.tokenizer" and not (path / "config.json").is_file():
             yield f'`{setting}` is "{text}": the folder holds no config.json; give the folder of a Hugging Face model'
     elif path.exists():
         yield f'`{setting}` is "{text}": that is a file; give the folder of a Hugging Face model'
@@ -63,8 +63,8 @@ def _data_faults(setting: str, text: str) -> Iterator[str]:
 
 
 def _model_settings(config: LaminarConfig) -> list[tuple[str, str]]:
-    tokenizer = [("model.tokenizer", config.model.tokenizer)] if config.model.tokenizer else []
-    return [("model.path", config.model.path), *tokenizer]
+    optional = [("model.tokenizer", config.model.tokenizer), ("model.reference", config.model.reference)]
+    return [("model.path", config.model.path), *((setting, text) for setting, text in optional if text)]
 
 
 def _data_settings(config: LaminarConfig) -> list[tuple[str, str]]:

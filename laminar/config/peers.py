@@ -47,6 +47,9 @@ PEER_NAMES: Mapping[str, str] = {
     "policy_mini_batch_size": "trainer.mini_batches",
     "train_global_batch_size": "trainer.mini_batches",
     "num_steps_per_rollout": "trainer.mini_batches",
+    "num_iterations": "trainer.epochs",
+    "ppo_epochs": "trainer.epochs",
+    "update_epochs_per_batch": "trainer.epochs",
     "gradient_accumulation_steps": "trainer.max_tokens_per_micro_batch",
     "gradient_accumulation_passes": "trainer.max_tokens_per_micro_batch",
     # siblings of one prompt
@@ -96,6 +99,8 @@ PEER_NAMES: Mapping[str, str] = {
     "normalize_rewards": "trainer.algorithm.options.std",
     "disable_grpo_std_normalization": "trainer.algorithm.options.std",
     "scale_rewards": "trainer.algorithm.options.std",
+    "adv_estimator": "trainer.algorithm.kind",
+    "advantage_estimator": "trainer.algorithm.kind",
     "divide_advantage_by_std": "trainer.algorithm.options.std",
     "loss_agg_mode": "trainer.algorithm.options.aggregation",
     "loss_type": "trainer.algorithm.options.aggregation",
@@ -104,13 +109,34 @@ PEER_NAMES: Mapping[str, str] = {
     "zero_variance_filter": "trainer.algorithm.options.filter_zero_variance",
     "filter_groups": "trainer.algorithm.options.filter_zero_variance",
     "max_num_gen_batches": "trainer.max_filter_rounds",
+    "clip_ratio_c": "trainer.algorithm.options.dual_clip",
+    "importance_sampling_level": "trainer.algorithm.options.ratio_level",
+    "use_decoupled_loss": "trainer.algorithm.options.ratio_to",
+    "overlong_tokens": "trainer.algorithm.options.overlong_buffer_tokens",
+    "overlong_penalty_factor": "trainer.algorithm.options.overlong_penalty",
+    "mask_truncated_completions": "trainer.algorithm.options.mask_truncated",
+    "overlong_filter": "trainer.algorithm.options.mask_truncated",
+    "entropy_coeff": "trainer.algorithm.options.entropy_coef",
+    # distance from a reference, and from the engine
+    "beta": "trainer.algorithm.options.kl_coef",
+    "kl_ctl": "trainer.algorithm.options.kl_coef",
+    "kl_tau": "trainer.algorithm.options.kl_coef",
+    "kl_loss_coef": "trainer.algorithm.options.kl_coef",
+    "reference_policy_kl_penalty": "trainer.algorithm.options.kl_coef",
+    "kl_loss_type": "trainer.algorithm.options.kl_estimator",
+    "use_kl_loss": "trainer.algorithm.options.kl_in",
+    "use_kl_in_reward": "trainer.algorithm.options.kl_in",
+    "ref_load": "model.reference",
+    "use_tis": "trainer.correction.weight",
+    "rollout_is": "trainer.correction.weight",
+    "tis_clip": "trainer.correction.weight_max",
+    "rollout_is_threshold": "trainer.correction.weight_max",
+    "vllm_importance_sampling_cap": "trainer.correction.weight_max",
     "use_dynamic_sampling": "trainer.algorithm.options.filter_zero_variance",
     "dynamic_filtering": "trainer.algorithm.options.filter_zero_variance",
 }
 """Their name -> the full path of ours."""
 
-_REUSE = "each group is trained once; `trainer.mini_batches` splits a step into several updates"
-_NO_KL = "grpo here has no KL term; remove it"
 _PUBLISH = "every step publishes exactly once; `rollout.weight_update` says when replicas take it"
 
 PEER_NOTES: Mapping[str, str] = {
@@ -119,15 +145,5 @@ PEER_NOTES: Mapping[str, str] = {
     "update_weights_interval": _PUBLISH,
     "weight_sync_steps": _PUBLISH,
     "weight_update_interval": _PUBLISH,
-    "num_iterations": _REUSE,
-    "ppo_epochs": _REUSE,
-    "update_epochs_per_batch": _REUSE,
-    "beta": _NO_KL,
-    "kl_coef": _NO_KL,
-    "kl_ctl": _NO_KL,
-    "kl_tau": _NO_KL,
-    "kl_loss_coef": _NO_KL,
-    "use_kl_loss": _NO_KL,
-    "reference_policy_kl_penalty": _NO_KL,
 }
 """Their name -> why no setting of ours matches it."""

@@ -18,6 +18,16 @@ class RunConfig(Section):
     """Seed of sampling noise and of the trainer."""
     max_steps: int = Field(100, ge=1)
     """Steps to train."""
+    max_trained_tokens: int | None = Field(None, ge=1)
+    """The run ends after the step that reaches so many trained tokens, all lives together; unset: no limit."""
+    max_train_seconds: float | None = Field(None, gt=0)
+    """The run ends after the step that reaches so many seconds from the first group on, all lives together."""
+    stop_at_reward: float | None = None
+    """The run ends once the mean reward of the last `stop_at_reward_steps` steps, filtered groups included, is this high."""
+    stop_at_reward_steps: int = Field(10, ge=1)
+    """Steps over which `stop_at_reward` looks."""
+    max_skipped_steps: int = Field(20, ge=1)
+    """So many steps skipped for safety one after the other end the run with the reason."""
     max_restarts: int = Field(10, ge=0)
     """Restarts of any one role before the run gives up."""
     no_progress_seconds: float = Field(1800, gt=0)
@@ -33,6 +43,9 @@ class ModelConfig(Section):
     """Folder of a Hugging Face causal model; a relative path counts from the config file, then from the working folder."""
     tokenizer: str = ""
     """Folder of the tokenizer; empty: the model's."""
+    reference: str = ""
+    """Folder of the frozen reference of a KL term, which has the policy's tokenizer; empty: `path`, where training
+    begins."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of training; `auto` is the checkpoint's."""
 

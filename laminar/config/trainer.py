@@ -18,7 +18,39 @@ class AlgorithmConfig(Plugin):
     """`[trainer.algorithm]`: how rewards become advantages and a loss."""
 
     kind: str = "grpo"
-    """`grpo`, or `"package.module:Attr"`."""
+    """A preset such as `grpo`, `dapo`, `rloo`, `gspo` or `decoupled_ppo`, or `"package.module:Attr"`."""
+
+
+class CorrectionConfig(Section):
+    """`[trainer.correction]`: what to do about tokens that another distribution sampled than the one at batch start.
+
+    With d = log-prob at batch start - log-prob of the engine, w = exp(d). A sequence is a trajectory, all its chains
+    together.
+    """
+
+    weight: Literal["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "icepop"] = "none"
+    """What multiplies the policy loss: w of the token or of the sequence, truncated at `weight_max` (TIS) or 0 above it
+    (MIS), or 0 outside [`weight_min`, `weight_max`] (IcePop); the denominator stays."""
+    weight_max: float = Field(2.0, gt=0)
+    """Upper bound of the weight."""
+    weight_min: float = Field(0.5, ge=0)
+    """Lower bound of the weight under `icepop`."""
+    geometric_min: float | None = Field(None, gt=0, lt=1)
+    """Sequences whose geometric mean of w is below this leave numerator and denominator."""
+    geometric_max: float | None = Field(None, gt=1)
+    """Sequences whose geometric mean of w is above this leave numerator and denominator."""
+    max_k3: float | None = Field(None, gt=0)
+    """Sequences whose mean of w - 1 - d exceeds this, in nats a token, leave numerator and denominator."""
+
+    @property
+    def masks_sequences(self) -> bool:
+        """Whether whole sequences may leave the loss."""
+        return any(bound is not None for bound in (self.geometric_min, self.geometric_max, self.max_k3))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it changes anything."""
+        return self.weight != "none" or self.masks_sequences
 
 
 class TrainerConfig(Section):
@@ -34,6 +66,8 @@ class TrainerConfig(Section):
     """Groups trained in one step."""
     mini_batches: int = Field(1, ge=1)
     """Optimizer updates in one step; each sees an equal share of the groups (the first ones take the remainder)."""
+    epochs: int = Field(1, ge=1)
+    """How often a step goes through its mini-batches; advantages and proximal log-probs are made once, at batch start."""
     max_tokens_per_micro_batch: int = Field(8192, ge=1)
     """Most tokens, padding included, in one forward and backward pass."""
     share_prompts: bool = True
@@ -56,6 +90,8 @@ class TrainerConfig(Section):
     """Decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this norm."""
+    keep_reference_on: Literal["device", "cpu"] = "device"
+    """Where the frozen reference stays between its passes; `cpu` saves device memory, and moves it twice a step."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     max_filter_rounds: int = Field(64, ge=1)
@@ -65,4 +101,5 @@ class TrainerConfig(Section):
     start_seconds: float = Field(300, gt=0)
     """Deadline for all ranks to meet and load the model."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()

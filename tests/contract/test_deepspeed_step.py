@@ -22,8 +22,8 @@ from laminar.errors import ConfigError
 from laminar.telemetry.registry import check_declared
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
 from trainer import checkpoint
-from trainer.algorithms.grpo import Grpo
-from trainer.algorithms.options import GrpoOptions
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.presets import GrpoOptions
 from trainer.engine import TrainerEngine
 from trainer.ranks import join_ranks
 from trainer.step import train_step
@@ -80,7 +80,9 @@ def train(config, ranks, steps=2, fetch_all=False):
         by_id = {group[0].group_id: group for group in groups}
         own = groups if ranks.is_first else None
         reports.append(
-            train_step(engine, Grpo(GrpoOptions()), own, step, fetch=lambda ids, by_id=by_id: [by_id[i] for i in ids])
+            train_step(
+                engine, PolicyGradient(GrpoOptions()), own, step, fetch=lambda ids, by_id=by_id: [by_id[i] for i in ids]
+            )
         )
     return engine, reports
 
@@ -187,7 +189,7 @@ def test_bfloat16_keeps_float32_weights_apart_and_learns(model_path, ranks):
 def test_an_undefined_logprob_skips_the_step_names_the_sample_and_leaves_the_weights(model_path, ranks):
     engine = TrainerEngine(make_config(model_path), ranks)
     before = weights(engine)
-    report = train_step(engine, Grpo(GrpoOptions()), make_groups(poison=True), 1)
+    report = train_step(engine, PolicyGradient(GrpoOptions()), make_groups(poison=True), 1)
     assert "trajectory 3-1 " in report.skipped_reason
     assert report.trained_tokens == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.state_tensors())
@@ -200,18 +202,18 @@ def test_broken_weights_skip_the_update_and_the_next_good_one_is_applied(zero_st
     good = norm.detach().clone()
     norm.data[0] = torch.nan
     before = weights(engine)
-    report = train_step(engine, Grpo(GrpoOptions()), make_groups(), 1)
+    report = train_step(engine, PolicyGradient(GrpoOptions()), make_groups(), 1)
     assert re.search(r"trajectory \d-\d got a log-prob that is not finite", report.skipped_reason)
     for name, tensor in engine.state_tensors():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
     norm.data.copy_(good)
-    assert train_step(engine, Grpo(GrpoOptions()), make_groups(), 2).skipped_reason is None
+    assert train_step(engine, PolicyGradient(GrpoOptions()), make_groups(), 2).skipped_reason is None
 
 
 def test_a_row_over_the_budget_is_refused_by_name_before_any_work(model_path, ranks):
     engine = TrainerEngine(make_config(model_path, max_tokens_per_micro_batch=10), ranks)
     with pytest.raises(ConfigError, match=r"trajectory \d-\d has a row of"):
-        train_step(engine, Grpo(GrpoOptions()), make_groups(), 1)
+        train_step(engine, PolicyGradient(GrpoOptions()), make_groups(), 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"deepspeed": {"zero_stage": 1}}], ids=["zero0", "zero1"])
@@ -225,7 +227,7 @@ def test_a_resumed_engine_goes_on_as_if_it_had_never_stopped(settings, model_pat
     assert checkpoint.load(folder, resumed) == (1, {"frontier": {"epoch": 0}})
     assert torch.equal(torch.rand(3), drawn[0])
     assert np.array_equal(np.random.rand(3), drawn[1])
-    reports.append(train_step(resumed, Grpo(GrpoOptions()), make_groups(2), 2))
+    reports.append(train_step(resumed, PolicyGradient(GrpoOptions()), make_groups(2), 2))
     assert_same_training(weights(resumed), [report.metrics for report in reports], reference)
     again = TrainerEngine(make_config(folder / "model"), ranks)
     assert all(torch.equal(tensor, weights(engine)[name]) for name, tensor in again.state_tensors())
@@ -240,13 +242,13 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(model_path, ranks, t
         checkpoint.load(folder, engine)
 
 
-def test_two_ranks_train_as_one_at_every_zero_stage_and_resume(model_path, tmp_path, reference):
+def test_two_ranks_train_as_one_at_every_zero_stage_and_resume(model_path, tmp_path, reference, ranks):
     store = TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
     command = [sys.executable, __file__, str(model_path), str(tmp_path), str(store.port)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     children = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
     try:
-        assert [child.wait(timeout=120) for child in children] == [0, 0]
+        assert [child.wait(timeout=240) for child in children] == [0, 0]
     finally:
         for child in children:
             child.kill()
@@ -255,8 +257,33 @@ def test_two_ranks_train_as_one_at_every_zero_stage_and_resume(model_path, tmp_p
         for case in ("zero0", "zero1", "zero2", "resumed"):
             tensors = load_file(tmp_path / f"{case}-rank{rank}.safetensors")
             assert_same_training(tensors, result[case], reference)
+        assert result["scored"] == pytest.approx(train_with_everything(model_path, ranks), rel=1e-4, abs=1e-6)
         assert "trajectory 3-1 " in result["poisoned"]
         assert "could not write" in result["disk_full"]
+
+
+def train_with_everything(model, ranks):
+    """A step that needs proximal and reference log-probs, whole trajectories and the whole batch: its metrics but times."""
+    config = make_config(
+        model,
+        mini_batches=2,
+        epochs=2,
+        max_tokens_per_micro_batch=24,
+        correction={"weight": "sequence_tis", "geometric_max": 1.05},
+        deepspeed={"zero_stage": 1},
+    )
+    options = {"kl_coef": 0.1, "whiten": True, "kl_in": "reward", "ratio_to": "proximal", "aggregation": "sequence_mean"}
+    algorithm = PolicyGradient(GrpoOptions(**options))
+    engine = TrainerEngine(config, ranks, algorithm.needs)
+    groups = make_groups(1)
+    by_id = {group[0].group_id: group for group in groups}
+    own = groups if ranks.is_first else None
+    report = train_step(engine, algorithm, own, 1, fetch=lambda ids: [by_id[i] for i in ids])
+    assert 0 < report.metrics["mismatch/masked_ratio"] < 1
+    leave_out = ("time/", "train/micro_batches")
+    return {name: value for name, value in report.metrics.items() if not name.startswith(leave_out)} | {
+        "weights": sum(float(tensor.double().abs().sum()) for _, tensor in engine.state_tensors())
+    }
 
 
 def rank_program(model, folder, port, rank):
@@ -276,10 +303,11 @@ def rank_program(model, folder, port, rank):
     assert checkpoint.load(checkpoint.agree_on_latest(folder / "checkpoints", ranks), resumed) == (1, {"of_rank": 0})
     groups = {group[0].group_id: group for group in make_groups(2)}
     own = list(groups.values()) if ranks.is_first else None
-    reports.append(train_step(resumed, Grpo(GrpoOptions()), own, 2, fetch=lambda ids: [groups[i] for i in ids]))
+    reports.append(train_step(resumed, PolicyGradient(GrpoOptions()), own, 2, fetch=lambda ids: [groups[i] for i in ids]))
     result["resumed"] = [report.metrics for report in reports]
     save_file(weights(resumed), folder / f"resumed-rank{rank}.safetensors")
-    result["poisoned"] = train_step(resumed, Grpo(GrpoOptions()), make_groups(poison=True), 3).skipped_reason
+    result["scored"] = train_with_everything(model, ranks)
+    result["poisoned"] = train_step(resumed, PolicyGradient(GrpoOptions()), make_groups(poison=True), 3).skipped_reason
     result["disk_full"] = save_with_a_failing_rank(folder / "checkpoints", resumed, saved)
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     ranks.leave()

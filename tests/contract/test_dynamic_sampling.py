@@ -7,8 +7,8 @@ import pytest
 from laminar.config.root import LaminarConfig
 from laminar.errors import RunFailedError
 from laminar.telemetry.registry import check_declared
-from trainer.algorithms.grpo import Grpo
-from trainer.algorithms.options import GrpoOptions
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.presets import GrpoOptions
 from trainer.sampling import BatchSource
 
 pytestmark = pytest.mark.heavy
@@ -35,7 +35,7 @@ class Table:
                 "staleness": {"max_staleness": 2},
             }
         )
-        self.source = BatchSource(config, run.buffer, Grpo(GrpoOptions()).keeps, self.notice)
+        self.source = BatchSource(config, run.buffer, PolicyGradient(GrpoOptions()).keeps, self.notice)
 
     async def notice(self, text):
         self.heard.append(text)

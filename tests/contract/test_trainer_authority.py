@@ -27,10 +27,10 @@ STEPS, PROMPTS = 6, 100
 SETTINGS = {"prompts_per_step": 2, "max_staleness": 1, "group_size": 2}
 
 
-def config():
+def config(**run):
     return LaminarConfig.model_validate(
         {
-            "run": {"max_steps": STEPS},
+            "run": {"max_steps": STEPS} | run,
             "model": {"path": "m"},
             "data": {"path": "d"},
             "rollout": {"group_size": 2},
@@ -53,15 +53,18 @@ class Weights:
 
 
 class Session:
-    """Trains nothing, but keeps the spool; `during` runs in the torch thread in the middle of a step."""
+    """Trains nothing, but keeps the spool; `during` runs in the torch thread in the middle of a step.
+
+    What `during` returns is why the step was skipped.
+    """
 
     def __init__(self, folder, during):
         self.spool, self.saved_step, self.during = ReplaySpool(folder), 0, during
         self.algorithm = SimpleNamespace(keeps=lambda group: True)
 
     def train(self, groups, step):
-        self.during(step)
-        return StepReport(step, {"reward/mean": 1.0, "train/tokens": 12.0}, 12, None)
+        skipped = self.during(step)
+        return StepReport(step, {"reward/mean": 1.0, "train/tokens": 0.0 if skipped else 12.0}, 12, skipped)
 
     def save(self, progress, frontier):
         self.saved_step = progress.step
@@ -86,7 +89,7 @@ async def play_until(done, run, weights, play):
 def train_through(tmp_path, client, make_run, trajectory_maker):
     """Run the loop to its end while `during(step)` disturbs it; the run, its telemetry and the session."""
 
-    async def go(during, keep_filled=False):
+    async def go(during, keep_filled=False, end=("max_steps", STEPS), **limits):
         store = ExperienceStore(client, "r")
         run = await make_run(PROMPTS, opened=False, store=store, **SETTINGS)
         done, weights, session = asyncio.Event(), Weights(), Session(tmp_path / "checkpoints", during)
@@ -102,14 +105,16 @@ def train_through(tmp_path, client, make_run, trajectory_maker):
         with ThreadPoolExecutor(1) as thread:
             authority = Authority(run.buffer, publisher, lambda: weights.newest, telemetry, thread, Progress(), None)
             await authority.open()
-            loop = TrainingLoop(config(), session, publisher, run.buffer, telemetry, authority, thread)
+            loop = TrainingLoop(config(**limits), session, publisher, run.buffer, telemetry, authority, thread)
             async with asyncio.timeout(60), asyncio.TaskGroup() as others:
                 others.create_task(play_until(done, run, weights, trajectory_maker.play))
                 if keep_filled:
                     others.create_task(refill())
-                result = await loop.run()
-                done.set()
-        assert result == {"reason": "max_steps", "step": STEPS}
+                try:
+                    result = await loop.run()
+                finally:
+                    done.set()
+        assert result == {"reason": end[0], "step": end[1]}
         return run, session
 
     return go
@@ -129,6 +134,37 @@ async def assert_exactly_once(run, session, tmp_path, lineage):
 async def test_undisturbed(train_through, tmp_path):
     run, session = await train_through(lambda step: None)
     await assert_exactly_once(run, session, tmp_path, lineage=0)
+
+
+async def test_a_step_that_is_skipped_for_safety_publishes_its_number_and_says_why(train_through, tmp_path):
+    run, session = await train_through(lambda step: "trajectory 7-0 got a loss that is not finite" if step == 3 else None)
+    await assert_exactly_once(run, session, tmp_path, lineage=0)
+    events = await TelemetryReader(run.store.client, "r").read()
+    notices = [event.fields["text"] for event in events if event.kind == "notice"]
+    assert "step 3 skipped: trajectory 7-0 got a loss that is not finite" in notices
+    assert [e.metrics["train/skipped_steps"] for e in events if e.kind == "step"] == [0, 0, 1, 1, 1, 1]
+
+
+async def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_reason(train_through):
+    reasons = {2: "a", 4: "b", 5: "trajectory 7-0 got a loss that is not finite"}
+    with pytest.raises(ExceptionGroup) as caught:
+        await train_through(reasons.get, max_skipped_steps=2)
+    (failure,) = caught.value.exceptions
+    assert str(failure).startswith("2 steps in a row were skipped for safety (run.max_skipped_steps), the last one because")
+    assert "trajectory 7-0" in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("limits", "end"),
+    [
+        ({"max_trained_tokens": 30}, ("max_trained_tokens", 3)),
+        ({"stop_at_reward": 1.0, "stop_at_reward_steps": 4}, ("stop_at_reward", 4)),
+        ({"stop_at_reward": 1.1, "stop_at_reward_steps": 1}, ("max_steps", STEPS)),
+    ],
+)
+async def test_a_run_ends_with_the_step_that_reaches_its_limit_and_saves_it(train_through, limits, end):
+    _, session = await train_through(lambda step: None, end=end, **limits)
+    assert session.saved_step == end[1]
 
 
 @pytest.mark.parametrize("lost_bytes", [0, 500, 5000], ids=["nothing_lost", "some_lost", "more_lost"])

@@ -19,8 +19,8 @@ from laminar.config.root import LaminarConfig
 from laminar.experience.answers import Frontier
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
 from trainer import checkpoint
-from trainer.algorithms.grpo import Grpo
-from trainer.algorithms.options import GrpoOptions
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.presets import GrpoOptions
 from trainer.engine import TrainerEngine
 from trainer.progress import Progress
 from trainer.ranks import join_ranks
@@ -108,7 +108,7 @@ def ranks():
 
 @pytest.mark.parametrize("settings", [{}, {"mini_batches": 2, "max_tokens_per_micro_batch": 24}], ids=["whole", "split"])
 def test_replayed_steps_give_bit_identical_weights_and_optimizer(settings, model_path, ranks, tmp_path):
-    config, algorithm = make_config(model_path, **settings), Grpo(GrpoOptions())
+    config, algorithm = make_config(model_path, **settings), PolicyGradient(GrpoOptions())
     expected = first_life(config, ranks, tmp_path, algorithm)
     engine, told = second_life(config, ranks, tmp_path, algorithm)
     assert told == [("digest-3", 3), ("digest-4", 4)]
@@ -117,7 +117,7 @@ def test_replayed_steps_give_bit_identical_weights_and_optimizer(settings, model
 
 
 def test_a_damaged_step_ends_the_replay_and_what_lies_above_it_is_removed(model_path, ranks, tmp_path):
-    config, algorithm = make_config(model_path), Grpo(GrpoOptions())
+    config, algorithm = make_config(model_path), PolicyGradient(GrpoOptions())
     first_life(config, ranks, tmp_path, algorithm, steps=5)
     spool = ReplaySpool(tmp_path)
     spool.path(4).write_bytes(spool.path(4).read_bytes()[:-10])
@@ -147,7 +147,7 @@ def rank_program(model, folder, port, rank):
     """What each of the two ranks does; see the test above."""
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     ranks = join_ranks(rank, 2, store, collective_seconds=60)
-    config, algorithm = make_config(model, deepspeed={"zero_stage": 1}), Grpo(GrpoOptions())
+    config, algorithm = make_config(model, deepspeed={"zero_stage": 1}), PolicyGradient(GrpoOptions())
     before = first_life(config, ranks, folder / "checkpoints", algorithm)
     save_file(before, folder / f"before-{rank}.safetensors")
     engine, told = second_life(config, ranks, folder / "checkpoints", algorithm)

@@ -13,6 +13,7 @@ from laminar.config.check_sources import is_hub_name
 from laminar.config.load import load_config
 from laminar.config.sizes import bytes_per_group
 from laminar.errors import ConfigError
+from laminar.plugins import load_attribute
 
 RECIPES = sorted((Path(__file__).parents[2] / "deploy" / "recipes").glob("*_*gpu*.toml"))
 REWARD = '[[rewards]]\nkind = "exact_match"\n'
@@ -69,6 +70,37 @@ def test_the_defaults_are_right_without_a_word(folder):
             "rollout.engine.max_cached_tokens = 1535",
             "`rollout.engine.max_cached_tokens` is 1535: the longest trajectory has 1536",
         ),
+        (
+            'trainer.correction.weight = "token_tis"',
+            '`trainer.correction.weight` is "token_tis", but the loss takes its ratio to the rollout log-probs, which is',
+        ),
+        (
+            'trainer.algorithm.kind = "decoupled_ppo"',
+            '`trainer.correction.weight` is "none", but the loss takes its ratio to the proximal log-probs',
+        ),
+        (
+            'trainer.algorithm.kind = "decoupled_ppo"\n'
+            'trainer.correction = {weight = "icepop", weight_min = 1.5, weight_max = 0.5}',
+            "2 settings cannot work:",
+        ),
+        (
+            'trainer.algorithm.options = {kl_coef = 0.1, kl_estimator = "k1", kl_gradient = "estimator"}',
+            "its expected gradient is 0, so it is only noise",
+        ),
+        ('model.reference = "policy"', "`trainer.algorithm.options.kl_coef` is 0: nothing asks for it"),
+        (
+            'model.reference = "absent_folder/"\ntrainer.algorithm.options.kl_coef = 0.1',
+            '`model.reference` is "absent_folder/": nothing of that name',
+        ),
+        ('trainer.algorithm.kind = "rloo"\nrollout.group_size = 1', "rloo compares a group's members"),
+        (
+            'trainer.algorithm = {kind = "gspo", options = {dual_clip = 3.0, surrogate = "weighted_logprob"}}',
+            "dual_clip = 3.0",
+        ),
+        (
+            'trainer.algorithm = {kind = "reinforce_plus_plus", options = {std = "sample"}}',
+            'std = "sample" with baseline = "none"',
+        ),
         ("rollout.sampling.top_p = 0.9", "`rollout.sampling.top_p` is 0.9: grpo needs the exact log-probs"),
         ("rollout.sampling.top_k = 50", "`rollout.sampling.top_k` is 50: grpo needs the exact log-probs"),
         ("rollout.engine.tensor_parallel_size = 2", "the torch engine does not split a model"),
@@ -79,7 +111,7 @@ def test_the_defaults_are_right_without_a_word(folder):
             '`experience.redis_url` is "localhost:6379": write "embedded", or a URL',
         ),
         ('environment.kind = "single_tern"', "`environment.kind` is 'single_tern': did you mean single_turn?"),
-        ('trainer.algorithm.kind = "gpro"', "`trainer.algorithm.kind` is 'gpro': did you mean grpo?"),
+        ('trainer.algorithm.kind = "gpro"', "`trainer.algorithm.kind` is 'gpro': did you mean gspo or grpo?"),
         (
             "trainer.algorithm.options.clip_lo = 0.1",
             "unknown key `trainer.algorithm.options.clip_lo`: did you mean clip_low",
@@ -94,6 +126,25 @@ def test_the_defaults_are_right_without_a_word(folder):
 )
 def test_what_cannot_work_is_refused_with_value_and_remedy(folder, text, sentence):
     assert sentence in refusal(folder, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'trainer.algorithm.kind = "decoupled_ppo"\ntrainer.correction.weight = "token_tis"',
+        "trainer.correction.geometric_max = 1.01",
+        'trainer.algorithm.kind = "reinforce_plus_plus"\nrollout = {group_size = 1, min_group_size = 1}',
+        'trainer.algorithm.options.kl_coef = 0.01\nmodel.reference = "policy"',
+        "trainer.epochs = 2",
+        *(
+            f'trainer.algorithm.kind = "{kind}"'
+            for kind in load_attribute("trainer.algorithms:ALGORITHMS")
+            if kind != "decoupled_ppo"
+        ),
+    ],
+)
+def test_unbiased_combinations_pass_without_a_word(folder, text):
+    assert warnings(folder, text) == []
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ def test_all_faults_are_reported_at_once_and_no_library_speaks(tmp_path):
 def test_every_hint_for_a_peers_name_leads_to_a_setting_that_exists():
     known = {format_path(path) for path, _ in all_paths()}
     known |= {
-        f"trainer.algorithm.options.{name}" for name in load_attribute("trainer.algorithms.options:GrpoOptions").model_fields
+        f"trainer.algorithm.options.{name}"
+        for name in load_attribute("trainer.algorithms.options:PolicyGradientOptions").model_fields
     }
     assert set(PEER_NAMES.values()) <= known
 

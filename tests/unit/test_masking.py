@@ -13,8 +13,8 @@ from laminar.types import (
     given,
     sampled,
 )
-from trainer.algorithms.grpo import Grpo
-from trainer.algorithms.options import GrpoOptions
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.presets import GrpoOptions
 from trainer.batch_metrics import batch_metrics
 from trainer.plan import build_rows, plan_step
 
@@ -79,7 +79,7 @@ OLD, MIXED, FRESH = (
 
 
 def plan(aggregation="token_mean", oldest=4):
-    algorithm = Grpo(GrpoOptions(aggregation=aggregation, std="none"))
+    algorithm = PolicyGradient(GrpoOptions(aggregation=aggregation, std="none"))
     return plan_step(
         [(OLD, MIXED, FRESH)], algorithm, mini_batches=1, max_tokens=64, num_ranks=1, share_prompts=True,
         oldest_trained=oldest,

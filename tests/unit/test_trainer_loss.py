@@ -11,7 +11,6 @@ from trainer.algorithms.loss import (
     exclude_rows,
     loss_denominator,
     loss_numerator,
-    mismatch,
     non_finite_row,
 )
 
@@ -122,10 +121,3 @@ def test_an_extreme_ratio_stays_finite_in_float32():
     loss, gradient, _ = policy_loss([0.0], [-500.0], [-1.0], [1])
     assert math.isfinite(loss)
     assert torch.isfinite(gradient).all()
-
-
-def test_mismatch_is_k3_and_absolute_difference_in_the_direction_rollout_to_trainer():
-    trainer, rollout = [-1.0, -2.0, -9.0], [-1.5, -1.8, math.nan]
-    kl, difference = mismatch(torch.tensor([trainer]), torch.tensor([rollout]), torch.tensor([[True, True, False]]))
-    assert kl.item() == pytest.approx((math.exp(0.5) - 1.5) + (math.exp(-0.2) - 0.8), abs=1e-6)
-    assert difference.item() == pytest.approx(0.7, abs=1e-6)

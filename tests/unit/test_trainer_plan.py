@@ -18,8 +18,8 @@ from laminar.types import (
     given,
     sampled,
 )
-from trainer.algorithms.grpo import Grpo
-from trainer.algorithms.options import GrpoOptions
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.presets import GrpoOptions
 from trainer.batch_metrics import batch_metrics
 from trainer.plan import StepPlan, build_rows, plan_step
 
@@ -61,7 +61,7 @@ def failed(name):
 
 
 def plan_of(*groups, options=None, mini_batches=1, num_ranks=1):
-    algorithm = Grpo(options or GrpoOptions())
+    algorithm = PolicyGradient(options or GrpoOptions())
     return plan_step(groups, algorithm, mini_batches=mini_batches, max_tokens=64, num_ranks=num_ranks, share_prompts=True)
 
 

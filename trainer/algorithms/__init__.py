@@ -1,7 +1,20 @@
-"""Algorithms: one short file each, composed from pure functions. The tables name them without importing torch."""
+"""Algorithms, composed from pure functions. The tables name them without importing torch."""
 
-ALGORITHMS = {"grpo": "trainer.algorithms.grpo:Grpo"}
-"""Algorithm by `trainer.algorithm.kind`."""
+_GENERAL = "trainer.algorithms.policy_gradient:PolicyGradient"
 
-ALGORITHM_OPTIONS = {"grpo": "trainer.algorithms.options:GrpoOptions"}
-"""Torch-free options model by kind, for `laminar check`."""
+ALGORITHM_OPTIONS = {
+    "grpo": "trainer.algorithms.presets:GrpoOptions",
+    "dr_grpo": "trainer.algorithms.presets:DrGrpoOptions",
+    "dapo": "trainer.algorithms.presets:DapoOptions",
+    "rloo": "trainer.algorithms.presets:RlooOptions",
+    "reinforce_plus_plus": "trainer.algorithms.presets:ReinforcePlusPlusOptions",
+    "reinforce_plus_plus_baseline": "trainer.algorithms.presets:ReinforcePlusPlusBaselineOptions",
+    "gspo": "trainer.algorithms.presets:GspoOptions",
+    "cispo": "trainer.algorithms.presets:CispoOptions",
+    "decoupled_ppo": "trainer.algorithms.presets:DecoupledPpoOptions",
+    "aipo": "trainer.algorithms.presets:AipoOptions",
+}
+"""Torch-free options model by `trainer.algorithm.kind`, for `laminar check`."""
+
+ALGORITHMS = dict.fromkeys(ALGORITHM_OPTIONS, _GENERAL)
+"""Algorithm by kind: presets of one."""

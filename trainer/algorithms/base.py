@@ -1,42 +1,95 @@
-"""What the step asks of an algorithm."""
+"""What the step asks of an algorithm, and what it gives.
+
+Shapes: B rows, T tokens.
+"""
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
-from laminar.types import Trajectory
+from laminar.types import BoolArray, Float32Array, Trajectory
+from trainer.algorithms.advantages import Float64Array
 from trainer.algorithms.loss import PolicyLoss
 from trainer.algorithms.options import Aggregation
 
+NEEDS = frozenset({"rollout_logprobs", "proximal_logprobs", "ref_logprobs", "entropy_gradient"})
+"""What an algorithm can ask for beside the current log-probs."""
 
-class Algorithm(Protocol):
-    """An advantage estimator, a policy loss, and what they need.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenInputs:
+    """What the loss of some rows is made of, each (B, T); undefined values may stand at masked places.
 
     Attributes:
-        needs: names of per-token inputs beside the current log-probs; the step provides `rollout_logprobs`.
+        logprobs: current log-probs, with gradient.
+        mask: bool, true where a token is trained.
+        advantages: of each token.
+        rollout_logprobs: the engine's, at the sampling temperature.
+        entropy: of the current distribution, in nats; with gradient if asked for.
+        proximal_logprobs: at batch start; None unless asked for.
+        ref_logprobs: the reference's; None unless asked for.
     """
 
-    needs: ClassVar[frozenset[str]]
+    logprobs: Tensor
+    mask: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    entropy: Tensor
+    proximal_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
 
-    @property
-    def aggregation(self) -> Aggregation:
-        """How token losses become one number."""
 
-    @property
-    def fixed_tokens(self) -> int | None:
-        """See `GrpoOptions.fixed_tokens`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RowScores:
+    """What is known of a row at batch start, each (T,); undefined values may stand at masked places.
+
+    Attributes:
+        mask: true where a token is trained.
+        rollout_logprobs: the engine's.
+        proximal_logprobs: None unless asked for.
+        ref_logprobs: None unless asked for.
+    """
+
+    mask: BoolArray
+    rollout_logprobs: Float32Array
+    proximal_logprobs: Float32Array | None = None
+    ref_logprobs: Float32Array | None = None
+
+
+class Algorithm(Protocol):
+    """An advantage estimator, a policy loss, and what they need. Subclasses inherit what they do not say.
+
+    Attributes:
+        needs: of `NEEDS`, what the step must provide.
+        aggregation: how token losses become one number.
+        fixed_tokens: see `PolicyGradientOptions.fixed_tokens`.
+        whiten: centre and scale the advantages of all trained tokens of the batch (population standard deviation).
+    """
+
+    needs: frozenset[str] = frozenset({"rollout_logprobs"})
+    aggregation: Aggregation = "token_mean"
+    fixed_tokens: int | None = None
+    whiten: bool = False
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
         """Whether a complete group is worth training; asked before the batch is taken."""
+        return True
 
     def trains(self, trajectory: Trajectory) -> bool:
         """Whether a trajectory without failure enters the loss, above and below the line."""
+        return True
 
     def advantages(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Advantage by trajectory id; failed trajectories are absent."""
+        """Advantage by trajectory id; failed trajectories are absent. Asked on rank 0."""
+        ...
 
-    def policy_loss(
-        self, logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor
-    ) -> PolicyLoss:
-        """Token losses of some rows, 0 where masked; `logprobs_BT` carries the gradient."""
+    def token_advantages(self, advantage: float, scores: RowScores) -> Float64Array:
+        """Advantage of each token of a row, (T,), from its trajectory's, at batch start; read where the mask is true."""
+        return np.full(len(scores.mask), advantage)
+
+    def policy_loss(self, batch: TokenInputs) -> PolicyLoss:
+        """Token losses of some rows, 0 where masked; `batch.logprobs` carries the gradient."""
+        ...

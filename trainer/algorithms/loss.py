@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laminar.errors import InvariantError
-from trainer.algorithms.options import Aggregation
+from trainer.algorithms.options import Aggregation, Level
 
 MAX_LOG_RATIO = 20.0
 """A ratio beyond e^20 is as good as infinite, and exp would overflow float32 at e^88; the gradient is 0 beyond."""
@@ -22,24 +22,46 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A clipped policy loss before aggregation, each (B, T); everything is 0 or false at masked places.
+    """A policy loss before aggregation, each (B, T); everything is 0 or false at masked places.
 
     Attributes:
-        losses: token losses; they carry the gradient.
+        losses: token losses; they carry the gradient. Corrections for off-policy data multiply them.
         ratio: probability ratio, detached.
-        clipped_low: where the lower clip took the gradient away.
+        clipped_low: where the lower clip acted: took the gradient away, or raised the weight.
         clipped_high: where the upper clip did.
+        penalty: what is added to the losses uncorrected (KL, entropy); None: nothing.
+        kl: estimate of the KL divergence from the reference, detached; None without one.
     """
 
     losses: Tensor
     ratio: Tensor
     clipped_low: Tensor
     clipped_high: Tensor
+    penalty: Tensor | None = None
+    kl: Tensor | None = None
+
+
+def select(values: Tensor, mask: Tensor) -> Tensor:
+    """The values where the mask is true, 0 elsewhere, whatever stands there."""
+    return torch.where(mask, values, torch.zeros_like(values))
 
 
 def log_ratio(logprobs_BT: Tensor, behaviour_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Log of the token probability ratio, (B, T); 0 at masked places, whatever stands there."""
-    return _select(logprobs_BT, mask_BT) - _select(behaviour_logprobs_BT, mask_BT)
+    return select(logprobs_BT, mask_BT) - select(behaviour_logprobs_BT, mask_BT)
+
+
+def policy_ratio(logprobs_BT: Tensor, behaviour_logprobs_BT: Tensor, mask_BT: Tensor, level: Level = "token") -> Tensor:
+    """The probability ratio, (B, T): each token's, or at each token that of its row.
+
+    A row's ratio is the geometric mean of its trained tokens' (GSPO, arXiv 2507.18071, equation 7). Rows are chains: a
+    trajectory of several chains has a ratio for each.
+    """
+    difference_BT = log_ratio(logprobs_BT, behaviour_logprobs_BT, mask_BT)
+    if level == "sequence":
+        mean_B1 = difference_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        difference_BT = mean_B1.expand_as(difference_BT)
+    return difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_policy_loss(
@@ -50,28 +72,62 @@ def clipped_policy_loss(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
+    level: Level = "token",
 ) -> PolicyLoss:
     """PPO's clipped surrogate (arXiv 1707.06347, equation 7) with separate bounds (DAPO, arXiv 2503.14476, equation 10).
 
+    loss = -min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 at most -dual_clip A (arXiv 1912.09729, equation 9).
+
     Args:
         logprobs_BT: current log-probs; they carry the gradient.
-        behaviour_logprobs_BT: log-probs of the distribution that the tokens came from.
+        behaviour_logprobs_BT: log-probs that the ratio is taken to.
         advantages_BT: advantages, (B, T) or (B, 1).
         mask_BT: bool, true where a token is trained.
         clip_low: room below 1.
         clip_high: room above 1.
+        dual_clip: bound of the loss where the advantage is negative; None: none.
+        level: whose ratio; see `policy_ratio`.
     """
-    difference_BT = log_ratio(logprobs_BT, behaviour_logprobs_BT, mask_BT)
-    ratio_BT = difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    advantages_BT = _select(advantages_BT.expand_as(mask_BT), mask_BT)
+    ratio_BT = policy_ratio(logprobs_BT, behaviour_logprobs_BT, mask_BT, level)
+    advantages_BT = select(advantages_BT.expand_as(mask_BT), mask_BT)
     clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     losses_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * clipped_BT)
+    if dual_clip is not None:
+        bound_BT = torch.where(advantages_BT < 0, -dual_clip * advantages_BT, torch.inf)
+        losses_BT = torch.minimum(losses_BT, bound_BT)
     ratio_BT = ratio_BT.detach()
     return PolicyLoss(
-        losses=_select(losses_BT, mask_BT),
-        ratio=_select(ratio_BT, mask_BT),
+        losses=select(losses_BT, mask_BT),
+        ratio=select(ratio_BT, mask_BT),
         clipped_low=mask_BT & (ratio_BT < 1 - clip_low) & (advantages_BT < 0),
         clipped_high=mask_BT & (ratio_BT > 1 + clip_high) & (advantages_BT > 0),
+    )
+
+
+def weighted_logprob_loss(
+    logprobs_BT: Tensor,
+    behaviour_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    level: Level = "token",
+) -> PolicyLoss:
+    """REINFORCE with a clipped importance weight that passes no gradient (CISPO, arXiv 2506.13585, equations 4 and 5).
+
+    loss = -sg(clip(r, 1 - low, 1 + high)) A log p: every token keeps its gradient. With low = 1 the weight is only truncated
+    from above (AIPO, arXiv 2505.24034; V-trace's rho). Arguments as those of `clipped_policy_loss`.
+    """
+    ratio_BT = policy_ratio(logprobs_BT.detach(), behaviour_logprobs_BT, mask_BT, level)
+    advantages_BT = select(advantages_BT.expand_as(mask_BT), mask_BT)
+    weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    return PolicyLoss(
+        losses=select(-weight_BT * advantages_BT * select(logprobs_BT, mask_BT), mask_BT),
+        ratio=select(ratio_BT, mask_BT),
+        clipped_low=mask_BT & (ratio_BT < 1 - clip_low),
+        clipped_high=mask_BT & (ratio_BT > 1 + clip_high),
     )
 
 
@@ -81,13 +137,13 @@ def loss_numerator(losses_BT: Tensor, mask_BT: Tensor, aggregation: Aggregation,
     Args:
         losses_BT: token losses.
         mask_BT: bool, true where a token is trained.
-        aggregation: see `GrpoOptions.aggregation`.
+        aggregation: see `PolicyGradientOptions.aggregation`.
         sequence_tokens_B: trained tokens of the row's whole sequence; read by `sequence_mean` only.
 
     Returns:
         A scalar; exactly 0, with zero gradient, if nothing is trained.
     """
-    sums_B = _select(losses_BT, mask_BT).sum(dim=1)
+    sums_B = select(losses_BT, mask_BT).sum(dim=1)
     if aggregation == "sequence_mean":
         sums_B = sums_B / sequence_tokens_B.clamp(min=1)
     return sums_B.sum()
@@ -99,7 +155,7 @@ def loss_denominator(
     """The divisor of the whole mini-batch: all micro-batches, all ranks, after all masks.
 
     Args:
-        aggregation: see `GrpoOptions.aggregation`.
+        aggregation: see `PolicyGradientOptions.aggregation`.
         num_tokens: trained tokens.
         num_sequences: sequences with at least one trained token.
         fixed_tokens: tokens a sequence counts for under `fixed_denominator`.
@@ -125,19 +181,3 @@ def non_finite_row(values_BT: Tensor, mask_BT: Tensor) -> int | None:
     """Index of the first row with a NaN or infinity at an unmasked place; None if there is none."""
     bad_B = (~torch.isfinite(values_BT) & mask_BT).any(dim=1)
     return int(bad_B.int().argmax()) if bool(bad_B.any()) else None
-
-
-def mismatch(logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """How far the trainer's log-probs are from the engine's for the same tokens.
-
-    Returns:
-        Sums over the unmasked places, with d = trainer - rollout: of exp(d) - 1 - d, a non-negative and unbiased estimate of
-        KL(rollout || trainer) on the engine's own tokens ("k3"), and of |d|.
-    """
-    difference_BT = log_ratio(logprobs_BT.detach(), rollout_logprobs_BT, mask_BT)
-    kl_BT = difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - difference_BT
-    return kl_BT.sum(), difference_BT.abs().sum()
-
-
-def _select(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values, torch.zeros_like(values))

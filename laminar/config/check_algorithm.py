@@ -1,0 +1,52 @@
+"""Judge the algorithm together with `[trainer.correction]`: what would be biased is refused, with the reason.
+
+A user's own algorithm is judged by the same option names, as far as its options have them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from laminar.config.check_plugins import algorithm_options
+from laminar.config.root import LaminarConfig
+from laminar.config.trainer import CorrectionConfig
+
+
+def algorithm_faults(config: LaminarConfig) -> Iterator[str]:
+    """One sentence for every combination that is biased, or does nothing."""
+    options = algorithm_options(config)
+    yield from _ratio_faults(config, getattr(options, "ratio_to", None))
+    yield from _bound_faults(config.trainer.correction)
+    if getattr(options, "kl_coef", None) == 0 and config.model.reference:
+        yield (
+            f'`model.reference` is "{config.model.reference}", but `trainer.algorithm.options.kl_coef` is 0: nothing '
+            "asks for it; set the one or remove the other"
+        )
+
+
+def _ratio_faults(config: LaminarConfig, ratio_to: Any) -> Iterator[str]:
+    weight = config.trainer.correction.weight
+    if ratio_to == "rollout" and weight != "none":
+        yield (
+            f'`trainer.correction.weight` is "{weight}", but the loss takes its ratio to the rollout log-probs, which is '
+            'that weight already: it would count twice; set `trainer.algorithm.options.ratio_to` to "proximal", as kind '
+            '"decoupled_ppo" does, or the weight to "none"'
+        )
+    if ratio_to == "proximal" and weight == "none":
+        yield (
+            '`trainer.correction.weight` is "none", but the loss takes its ratio to the proximal log-probs: what lies '
+            "between them and the engine's, which sampled the tokens, would stay uncorrected (biased); set it to "
+            '"token_tis", or `trainer.algorithm.options.ratio_to` to "rollout"'
+        )
+
+
+def _bound_faults(correction: CorrectionConfig) -> Iterator[str]:
+    if correction.weight != "none" and correction.weight_max < 1:
+        yield (
+            f"`trainer.correction.weight_max` is {correction.weight_max:g}: a token of the very weights that are trained "
+            "has weight 1 and would be cut; use 1 or more"
+        )
+    if correction.weight == "icepop" and correction.weight_min > 1:
+        yield (
+            f"`trainer.correction.weight_min` is {correction.weight_min:g}: a token of the very weights that are trained "
+            "has weight 1 and would be dropped; use 1 or less"
+        )

@@ -1,0 +1,97 @@
+"""How far the trainer's log-probs at batch start are from the engine's for the same tokens, as sums that ranks can add.
+
+Always measured: a mismatch is how a wrong temperature, a stale cache or a lossy kernel shows itself. With d = trainer -
+engine at a trained token and w = exp(d). Quantiles come from a histogram of d (bins of 0.4 %), so they are of all tokens
+of all ranks.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from laminar.types import BoolArray, Int32Array
+from trainer.algorithms.advantages import Float64Array
+from trainer.correction import MAX_LOG_WEIGHT, k3
+from trainer.ranks import Ranks
+
+OLDEST_BUCKET = 32
+"""Tokens of this staleness or more count together."""
+LARGEST_LOG_RATIO = 8.0
+NUM_BINS = 4097
+"""Bins between the smallest and the largest log-ratio; an odd number, so that 0 is the middle of one."""
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+
+_SUMS = ("weight", "applied", "applied_squared")
+
+
+def _zeros(size: int) -> Float64Array:
+    return np.zeros(size)
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """Sums over trained tokens. By staleness: number of tokens, k3, |d|, and tokens that the correction gave no weight."""
+
+    tokens: Float64Array = field(default_factory=lambda: _zeros(OLDEST_BUCKET + 1))
+    kl: Float64Array = field(default_factory=lambda: _zeros(OLDEST_BUCKET + 1))
+    absolute: Float64Array = field(default_factory=lambda: _zeros(OLDEST_BUCKET + 1))
+    masked: Float64Array = field(default_factory=lambda: _zeros(OLDEST_BUCKET + 1))
+    histogram: Float64Array = field(default_factory=lambda: _zeros(NUM_BINS))
+    sums: Float64Array = field(default_factory=lambda: _zeros(len(_SUMS)))
+    largest: float = 0.0
+
+    def add(self, difference_N: Float64Array, staleness_N: Int32Array, applied_N: Float64Array | None = None) -> None:
+        """Count some trained tokens.
+
+        Args:
+            difference_N: d.
+            staleness_N: versions between the one that sampled a token and the one trained on.
+            applied_N: weight that the correction gives each, 0 where its sequence is dropped; None: there is none.
+        """
+        bucket_N = np.clip(staleness_N, 0, OLDEST_BUCKET).astype(np.int64)
+        weight_N = np.exp(np.clip(difference_N, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
+        is_masked_N: BoolArray = np.zeros(len(weight_N), np.bool_) if applied_N is None else applied_N == 0
+        applied_N = weight_N if applied_N is None else applied_N
+        for sums, values in (
+            (self.tokens, np.ones_like(weight_N)),
+            (self.kl, k3(difference_N)),
+            (self.absolute, np.abs(difference_N)),
+            (self.masked, is_masked_N.astype(np.float64)),
+        ):
+            np.add.at(sums, bucket_N, values)
+        place_N = np.rint((np.clip(difference_N / LARGEST_LOG_RATIO, -1, 1) + 1) / 2 * (NUM_BINS - 1))
+        np.add.at(self.histogram, place_N.astype(np.int64), 1)
+        self.sums += [weight_N.sum(), applied_N.sum(), np.square(applied_N).sum()]
+        self.largest = max(self.largest, float(weight_N.max(initial=0.0)))
+
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Metrics of all ranks' tokens; empty if there is none. A collective."""
+        parts = (self.tokens, self.kl, self.absolute, self.masked, self.histogram, self.sums)
+        total = np.array(ranks.sum(np.concatenate(parts).tolist()))
+        tokens, kl, absolute, masked, histogram, sums = np.split(total, np.cumsum([len(part) for part in parts])[:-1])
+        largest = max(ranks.gather_numbers(self.largest))
+        count = float(tokens.sum())
+        if not count:
+            return {}
+        weight, applied, squared = (float(number) for number in sums)
+        by_staleness = {
+            f"mismatch/{name}_staleness_{bucket}": float(values[bucket] / tokens[bucket])
+            for name, values in (("kl", kl), ("masked", masked))
+            for bucket in np.flatnonzero(tokens).tolist()
+        }
+        return by_staleness | {
+            "mismatch/kl": float(kl.sum() / count),
+            "mismatch/logprob_abs_diff_mean": float(absolute.sum() / count),
+            "mismatch/weight_mean": weight / count,
+            "mismatch/weight_max": largest,
+            "mismatch/effective_sample_size_ratio": applied**2 / (count * squared) if squared else 0.0,
+            "mismatch/masked_ratio": float(masked.sum() / count),
+            **{f"mismatch/ratio_{name}": _quantile(histogram, share) for name, share in QUANTILES.items()},
+        }
+
+
+def _quantile(histogram: Float64Array, share: float) -> float:
+    """The ratio below or at which this share of the tokens lies, as the middle of its bin."""
+    cumulated = np.cumsum(histogram)
+    place = int(np.searchsorted(cumulated, share * cumulated[-1]))
+    return float(np.exp((2 * place / (NUM_BINS - 1) - 1) * LARGEST_LOG_RATIO))

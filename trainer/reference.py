@@ -1,0 +1,62 @@
+"""The frozen reference model of a KL term: never trained, never published, the same from the first step to the last."""
+
+from collections.abc import Iterator
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from laminar.config.root import LaminarConfig
+from laminar.errors import ConfigError
+from trainer.model import can_share_prompts, load_model
+from trainer.packing import PackedRows
+from trainer.policy import Policy
+from trainer.ranks import Ranks
+
+
+class Reference:
+    """A model that only scores. Every rank has the whole of it.
+
+    Args:
+        config: the run's settings.
+        ranks: the joined ranks.
+
+    Attributes:
+        can_share_prompts: whether it scores micro-batches whose prompts are shared.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or its vocabulary is another than the policy's.
+    """
+
+    def __init__(self, config: LaminarConfig, ranks: Ranks, vocabulary_size: int) -> None:
+        path = config.model.reference or config.model.path
+        model = load_model(config.model.model_copy(update={"path": path}), gradient_checkpointing=False)
+        if model.config.vocab_size != vocabulary_size:
+            raise ConfigError(
+                f"model.reference {path} has {model.config.vocab_size} token ids, the policy {vocabulary_size}: "
+                "give a model with the same tokenizer"
+            )
+        self.can_share_prompts = can_share_prompts(model)
+        self._policy = Policy(model.requires_grad_(False).eval())
+        self._device = ranks.device
+        self._home = torch.device("cpu") if config.trainer.keep_reference_on == "cpu" else ranks.device
+        self._policy.to(self._home)
+
+    def __enter__(self) -> Self:
+        """Come to the device."""
+        self._policy.to(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Go back to where it stays between its passes."""
+        self._policy.to(self._home)
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Its weights."""
+        return self._policy.parameters()
+
+    @torch.no_grad()
+    def score(self, batch: PackedRows) -> Tensor:
+        """Log-probs of a micro-batch, (B, T); 0 where nothing is trained."""
+        logprobs_BT: Tensor = self._policy(*batch.model_inputs())[0]
+        return logprobs_BT

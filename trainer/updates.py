@@ -1,0 +1,181 @@
+"""The optimizer updates of a step: for each mini-batch, forward and backward over its micro-batches, then one update.
+
+An update with an undefined number at a trained place is applied on no rank; its trajectory is named, the rest is left out.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.base import Algorithm, TokenInputs
+from trainer.algorithms.loss import loss_numerator, non_finite_row, select
+from trainer.engine import TrainerEngine, Update
+from trainer.mismatch import Mismatch
+from trainer.packing import PackedRows, pack_rows
+from trainer.plan import MiniBatchPlan
+from trainer.scoring import Rows
+
+_SUMS = ("loss", "policy_loss", "ratio", "clip_low", "clip_high", "entropy", "kl")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the updates of a step so far; `seen_tokens` counts every epoch."""
+
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMS, 0.0))
+    denominator: float = 0.0
+    trained_tokens: int = 0
+    seen_tokens: int = 0
+    micro_batches: int = 0
+    grad_norms: list[float] = field(default_factory=list)
+    forward_backward_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    scoring_seconds: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """What is known of a step's updates."""
+        metrics = {
+            "train/tokens": float(self.trained_tokens),
+            "train/micro_batches": float(self.micro_batches),
+            "time/scoring_seconds": self.scoring_seconds,
+            "time/forward_backward_seconds": self.forward_backward_seconds,
+            "time/optimizer_seconds": self.optimizer_seconds,
+        }
+        if not self.grad_norms:
+            return metrics
+        return metrics | {
+            "train/loss": self.sums["loss"] / self.denominator,
+            "train/policy_loss": self.sums["policy_loss"] / self.denominator,
+            "train/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
+            "train/ratio_mean": self.sums["ratio"] / self.seen_tokens,
+            "train/clip_low_ratio": self.sums["clip_low"] / self.seen_tokens,
+            "train/clip_high_ratio": self.sums["clip_high"] / self.seen_tokens,
+            "train/entropy": self.sums["entropy"] / self.seen_tokens,
+            "train/kl": self.sums["kl"] / self.seen_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the updates of a step share."""
+
+    engine: TrainerEngine
+    algorithm: Algorithm
+    rows: Rows
+    step: int
+    rate: float
+    totals: Totals
+
+
+def train_epochs(work: Work, mini_batches: Sequence[MiniBatchPlan], mismatch: Mismatch | None) -> str | None:
+    """Every mini-batch, `trainer.epochs` times. Returns why the rest was left out, or None.
+
+    The first update still sees the weights of the batch start: with a `mismatch`, it is measured there.
+    """
+    updates = list(mini_batches) * work.engine.config.trainer.epochs
+    for number, mini_batch in enumerate(updates):
+        problem = _train_mini_batch(work, mini_batch, mismatch if number == 0 else None)
+        if problem:
+            return f"{problem}; {number} of {len(updates)} updates were applied"
+        if number < len(mini_batches):
+            work.totals.trained_tokens += mini_batch.num_tokens
+    return None
+
+
+def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None) -> str | None:
+    """Forward, backward, update. Returns why the update was not applied, or None."""
+    engine, totals, started = work.engine, work.totals, time.perf_counter()
+    sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=engine.ranks.device)
+    undefined = ""
+    micro_batches = plan.ranks[engine.ranks.rank]
+    totals.micro_batches += len(micro_batches)
+    for number, indices in enumerate(micro_batches, start=1):
+        own = [work.rows[index] for index in indices]
+        batch = pack_rows(own, share_prompts=engine.share_prompts, device=engine.ranks.device)
+        needs_gradient = "entropy_gradient" in work.algorithm.needs
+        logprobs_BT, entropy_BT = engine.forward(
+            batch, is_last=number == len(micro_batches), entropy_gradient=needs_gradient
+        )
+        numerator, parts, problem = _loss(work.algorithm, batch, logprobs_BT, entropy_BT)
+        loss = numerator / plan.denominator
+        if problem:
+            undefined = undefined or problem
+            loss = loss + logprobs_BT.sum() * math.nan  # spoils the gradient on every rank, so that no rank applies it
+        elif mismatch is not None:
+            _measure(mismatch, batch, logprobs_BT, trained_on=work.step - 1)
+        engine.backward(loss)
+        sums += parts
+    reduced = engine.ranks.sum(sums.tolist())
+    computed = time.perf_counter()
+    update = engine.update(work.rate)
+    totals.forward_backward_seconds += computed - started
+    totals.optimizer_seconds += time.perf_counter() - computed
+    if not update.applied:
+        return _why(engine, update, undefined)
+    _add(totals, plan, reduced, update)
+    return None
+
+
+def _loss(algorithm: Algorithm, batch: PackedRows, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, Tensor, str]:
+    """The micro-batch's loss numerator, with gradient; its sums, as `_SUMS` names them; what is undefined in it."""
+    scores, mask_BT = batch.scores, batch.mask
+    if not bool(mask_BT.any()):
+        return logprobs_BT.sum(), torch.zeros(len(_SUMS), dtype=torch.float64, device=logprobs_BT.device), ""
+    policy = algorithm.policy_loss(
+        TokenInputs(
+            logprobs=logprobs_BT,
+            mask=mask_BT,
+            advantages=scores["advantages"],
+            rollout_logprobs=batch.rollout_logprobs,
+            entropy=entropy_BT,
+            proximal_logprobs=scores.get("proximal_logprobs"),
+            ref_logprobs=scores.get("ref_logprobs"),
+        )
+    )
+    losses_BT = policy.losses * select(scores["weights"], mask_BT) if "weights" in scores else policy.losses
+    weighed = loss_numerator(losses_BT, mask_BT, algorithm.aggregation, batch.sequence_tokens)
+    whole_BT = losses_BT if policy.penalty is None else losses_BT + policy.penalty
+    numerator = loss_numerator(whole_BT, mask_BT, algorithm.aggregation, batch.sequence_tokens)
+    parts = (
+        numerator,
+        weighed,
+        policy.ratio.sum(),
+        policy.clipped_low.sum(),
+        policy.clipped_high.sum(),
+        select(entropy_BT, mask_BT).sum(),
+        policy.ratio.new_zeros(()) if policy.kl is None else policy.kl.sum(),
+    )
+    return numerator, torch.stack([part.detach().double() for part in parts]), _undefined(batch, logprobs_BT, whole_BT)
+
+
+def _undefined(batch: PackedRows, logprobs_BT: Tensor, losses_BT: Tensor) -> str:
+    """Which trajectory got a number that is not finite at a trained place, and which number; empty if none did."""
+    for what, values_BT in (("log-prob", logprobs_BT), ("loss", losses_BT)):
+        row = non_finite_row(values_BT.detach(), batch.mask)
+        if row is not None:
+            return f"trajectory {batch.names[row]} got a {what} that is not finite"
+    return ""
+
+
+def _measure(mismatch: Mismatch, batch: PackedRows, logprobs_BT: Tensor, *, trained_on: int) -> None:
+    difference_N = (logprobs_BT.detach() - batch.rollout_logprobs)[batch.mask].double().cpu().numpy()
+    mismatch.add(difference_N, trained_on - batch.versions[batch.mask].cpu().numpy())
+
+
+def _why(engine: TrainerEngine, update: Update, undefined: str) -> str:
+    texts = [text for text in engine.ranks.gather_texts(undefined) if text]
+    if texts:
+        return ", ".join(texts)
+    return f"the gradient norm is {update.grad_norm}"
+
+
+def _add(totals: Totals, plan: MiniBatchPlan, reduced: list[float], update: Update) -> None:
+    for name, value in zip(_SUMS, reduced, strict=True):
+        totals.sums[name] += value
+    totals.denominator += plan.denominator
+    totals.seen_tokens += plan.num_tokens
+    totals.grad_norms.append(update.grad_norm)
