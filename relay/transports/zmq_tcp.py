@@ -9,7 +9,7 @@ Does not know what messages mean.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
@@ -40,6 +40,7 @@ class ZmqTransport:
         self._host = host
         self._context = zmq.asyncio.Context(io_threads=IO_THREADS)
         self._router: zmq.asyncio.Socket | None = None
+        self._num_dialled = 0
         self._inboxes: dict[bytes, _Inbox | None] = {}
         """Every downstream that ever was; None for those that are served no more."""
 
@@ -82,12 +83,14 @@ class ZmqTransport:
     async def connect(self, address: str) -> "_Dialled":
         """An edge to `address`; whether somebody is there shows with the first answer, or as a lost link."""
         socket = self._context.socket(zmq.DEALER)
-        _set_options(socket, {zmq.RECONNECT_IVL: -1, zmq.IMMEDIATE: 1})
-        monitor = socket.get_monitor_socket(_LOST_EVENTS)
+        self._num_dialled += 1
         try:
+            _set_options(socket, {zmq.RECONNECT_IVL: -1, zmq.IMMEDIATE: 1})
+            # A name of its own: the library's is made of a file number, which may be in use again by now.
+            monitor = socket.get_monitor_socket(_LOST_EVENTS, f"inproc://lost-{self._num_dialled}")
             socket.connect(f"tcp://{address}")
         except zmq.ZMQError as error:
-            socket.close()
+            socket.close(linger=0)
             raise LinkLostError(f"{address!r} cannot be reached: {error}") from error
         return _Dialled(socket, monitor)
 
@@ -168,15 +171,16 @@ class _Dialled:
     """The end of an edge that asked for it."""
 
     def __init__(self, socket: "zmq.asyncio.Socket", monitor: Any) -> None:
-        self._socket = socket
+        self._socket, self._monitor = socket, monitor
         self._lost = asyncio.ensure_future(recv_monitor_message(monitor))
         self._is_closed = False
 
     async def send(self, head: bytes, body: memoryview | None = None) -> None:
-        await self._unless_lost(self._socket.send_multipart([head, *([] if body is None else [body])], copy=False))
+        frames = [head, *([] if body is None else [body])]
+        await self._unless_lost(lambda: self._socket.send_multipart(frames, copy=False))
 
     async def receive(self, place: Place = nowhere) -> Received:
-        frames = await self._unless_lost(self._socket.recv_multipart(copy=False))
+        frames = await self._unless_lost(lambda: self._socket.recv_multipart(copy=False))
         if frames[0].bytes == _GOODBYE:
             raise LinkLostError("the other end has left")
         return _unpack(frames, place)
@@ -185,13 +189,15 @@ class _Dialled:
         if not self._is_closed:
             self._is_closed = True
             self._lost.cancel()
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
             self._socket.close(linger=0)
 
-    async def _unless_lost(self, request: Any) -> Any:
+    async def _unless_lost(self, request: Callable[[], Any]) -> Any:
         """The socket's answer, or the news that the connection broke, whichever comes first."""
         if self._is_closed:
             raise LinkLostError("the edge is closed")
-        waiting = asyncio.ensure_future(request)
+        waiting = asyncio.ensure_future(request())
         try:
             await asyncio.wait((waiting, self._lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -199,7 +205,10 @@ class _Dialled:
                 waiting.cancel()
         if waiting.cancelled() or not waiting.done():
             raise LinkLostError("the connection broke, or was never made")
-        return waiting.result()
+        try:
+            return waiting.result()
+        except zmq.ZMQError as error:
+            raise LinkLostError(f"the connection broke ({error})") from error
 
 
 def _unpack(frames: "list[zmq.Frame]", place: Place) -> Received:

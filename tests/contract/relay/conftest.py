@@ -182,6 +182,12 @@ class Chain:
             raise AssertionError(f"waited {seconds} s for {name}") from None
 
 
+@pytest.fixture(name="check_whole")
+def check_whole_fixture() -> Callable[[VersionStore, WeightVersion], None]:
+    """`check_whole`: every checksum of a version holds, and every number of version n is n."""
+    return check_whole
+
+
 @pytest.fixture(params=TRANSPORT_KINDS)
 def make_transport(request: pytest.FixtureRequest) -> Callable[[str], Transport]:
     """Transports of one kind, by the machine's name."""
