@@ -5,7 +5,6 @@ dies before that leaves the older versions as they were; numbers only rise withi
 Does not know how tensors are gathered (`trainer.publishing`), who reads, or other machines.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -19,8 +18,9 @@ from laminar.errors import ConfigError, RelayError
 from laminar.types import WeightVersion
 from relay.locks import FileLock
 from relay.manifest import CHUNK_BYTES, Layout, Manifest, load_layout
+from relay.reveal import reveal
 from relay.slots import Slot
-from relay.store import MANIFEST_NAME, PUBLISHER, WEIGHTS_NAME, VersionStore, kept_versions, open_store
+from relay.store import PUBLISHER, VersionStore, kept_versions, open_store
 from relay.writing import fill_slot
 
 MODEL_FILE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
@@ -52,7 +52,7 @@ class Publisher:
         model_files: folder of the Hugging Face model whose config and tokenizer go with the weights.
         rank: this trainer rank.
         world_size: number of trainer ranks, each with the full weights.
-        chunk_bytes: length of a checksummed piece.
+        chunk_bytes: length of a checksummed piece; None: what the chain of relays advises, else `CHUNK_BYTES`.
 
     Raises:
         RelayError: if another living process publishes into the store.
@@ -60,7 +60,7 @@ class Publisher:
     """
 
     def __init__(
-        self, store: VersionStore, model_files: Path, *, rank: int = 0, world_size: int = 1, chunk_bytes: int = CHUNK_BYTES
+        self, store: VersionStore, model_files: Path, *, rank: int = 0, world_size: int = 1, chunk_bytes: int | None = None
     ) -> None:
         self._store = store
         self._rank = rank
@@ -119,9 +119,10 @@ class Publisher:
         slot = self._store.claim_slot(self._slots)
         if slot is None:
             return PublishReport(time.perf_counter() - started, 0, skipped=True, reason=self._why_full())
+        chunk_bytes = self._chunk_bytes or self._store.advised_chunk_bytes() or CHUNK_BYTES
         try:
-            checksums = fill_slot(slot, layout, tensors, self._chunk_bytes)
-            self._reveal(version, slot, layout, checksums)
+            checksums = fill_slot(slot, layout, tensors, chunk_bytes)
+            self._reveal(version, slot, layout, chunk_bytes, checksums)
         finally:
             slot.unlock()
         self._store.prune()
@@ -135,26 +136,19 @@ class Publisher:
         if self._lock is not None:
             self._lock.release()
 
-    def _reveal(self, version: WeightVersion, slot: Slot, layout: Layout, checksums: tuple[str, ...]) -> None:
+    def _reveal(
+        self, version: WeightVersion, slot: Slot, layout: Layout, chunk_bytes: int, checksums: tuple[str, ...]
+    ) -> None:
         manifest = Manifest(
             version=version,
             run_id=self._store.run_id,
             tensors=layout.tensors,
             tied=layout.tied,
             file_bytes=layout.file_bytes,
-            chunk_bytes=self._chunk_bytes,
+            chunk_bytes=chunk_bytes,
             checksums=checksums,
         )
-        folder = self._store.partial_folder(version)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        for path in self._store.model_files.iterdir():
-            os.link(path, folder / path.name)
-        (folder / MANIFEST_NAME).write_text(manifest.to_json())
-        os.link(slot.path, folder / WEIGHTS_NAME)
-        # Unlocked first: a reader that finds the name must find the slot free to share.
-        slot.unlock()
-        os.rename(folder, self._store.folder_of(version))
+        reveal(self._store, manifest, slot)
 
     def _why_full(self) -> str:
         complete = self._store.versions()

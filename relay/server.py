@@ -1,72 +1,64 @@
-"""The relay of one machine, as a Ray actor's body: owns the store, shows that it lives, makes room.
+"""The relay of one machine, as a Ray actor's body: owns the store, shows that it lives, makes room, receives and passes on.
 
 Invariants: the store's owner lock is held from `start` to `stop` or death; a lost Redis costs heartbeats, never versions;
-nobody needs this process to publish or to read on the same machine.
-Does not know Ray, tensors, or (in this release) other machines.
+nobody needs this process to publish or to read on the same machine; a master receives from nobody, its trainer writes.
+Does not know Ray or tensors.
 """
 
 import asyncio
-import json
 import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import redis.asyncio
-import redis.exceptions
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import published_bytes, read_model_size
-from laminar.experience.client import hide_password
+from laminar.config.sizes import is_one_machine, published_bytes, read_model_size
+from laminar.errors import EnvironmentSetupError
+from laminar.plugins import resolve
+from laminar.policies.chain import Hop, best_chunk_bytes
+from laminar.types import WeightVersion
+from relay.directory import Directory, RelayStatus
+from relay.follower import Follower, Neighbour
+from relay.link import Credentials, HopLimits
 from relay.locks import FileLock
 from relay.orphans import remove_orphans, touch_owner
+from relay.receiver import HopReport, Receiver
+from relay.sender import Sender
+from relay.shelf import Shelf
 from relay.slots import check_space, required_bytes
 from relay.store import OWNER, VersionStore, open_store
+from relay.transports.base import TRANSPORTS, Transport
 
 logger = logging.getLogger("laminar.relay")
-
-REDIS_SECONDS = 2.0
-"""Deadline of one Redis call."""
 
 BEATS_PER_SWEEP = 10
 """Orphans of other runs are looked for once in so many heartbeats."""
 
+WATCH_SECONDS = 0.02
+"""How often a master looks for a version that its trainer has published, which can set no event of ours."""
+
 
 @dataclass(frozen=True, slots=True)
-class RelayStatus:
-    """What a relay says of itself; also its heartbeat, as JSON.
+class Chained:
+    """What makes a relay a hop of a chain.
 
     Attributes:
-        node_id: the Ray node.
-        host: name of the machine.
-        pid: the relay's process.
-        store: folder of the store.
-        newest: text of the newest complete version; empty before the first.
-        versions: all complete versions, oldest first.
-        beat_at: Unix seconds.
+        transport: its edges.
+        credentials: of the run.
+        is_master: whether a trainer publishes into its store.
+        limits: deadlines and credits.
+        report: called with every version that was received.
     """
 
-    node_id: str
-    host: str
-    pid: int
-    store: str
-    newest: str
-    versions: tuple[str, ...]
-    beat_at: float
-
-    def to_json(self) -> str:
-        """The heartbeat's text."""
-        return json.dumps({name: getattr(self, name) for name in self.__slots__})
-
-
-def heartbeat_key(run_id: str, node_id: str) -> str:
-    """Where in Redis a relay shows that it lives."""
-    return f"laminar:{run_id}:directory:relay:{node_id}"
+    transport: Transport
+    credentials: Credentials
+    is_master: bool
+    limits: HopLimits = field(default_factory=HopLimits)
+    report: Callable[[HopReport], None] = lambda _: None
 
 
 class Relay:
@@ -75,6 +67,7 @@ class Relay:
     Args:
         store: this machine's store, not yet created.
         redis_url: where heartbeats go.
+        chained: how it takes part in a chain; None: it has no other machines.
         heartbeat_seconds: time between heartbeats.
         ttl_seconds: a relay that is silent for so long counts as dead.
     """
@@ -83,17 +76,21 @@ class Relay:
         self,
         store: VersionStore,
         redis_url: str,
+        chained: Chained | None = None,
         *,
         heartbeat_seconds: float = 1.0,
         ttl_seconds: float = 5.0,
     ) -> None:
-        self._store = store
-        self._redis_url = redis_url
+        self._store, self._chained = store, chained
         self._heartbeat_seconds = heartbeat_seconds
-        self._ttl_seconds = ttl_seconds
+        self._directory = Directory(redis_url, store.run_id, store.node_id, ttl_seconds=ttl_seconds)
         self._owner: FileLock | None = None
         self._stopping = asyncio.Event()
-        self._redis_lost = False
+        self._shelf = Shelf(store)
+        self._address = ""
+        self._receiver: Receiver | None = None
+        self._follower: Follower | None = None
+        self._last: HopReport | None = None
 
     async def start(self, file_bytes: int = 0) -> str:
         """Free what dead runs left, create the store and become its owner.
@@ -121,33 +118,34 @@ class Relay:
         return str(store.folder)
 
     async def run(self) -> None:
-        """Beat and make room until `stop`.
+        """Beat, make room, receive and pass on until `stop`.
 
-        Consumes: nothing. Produces: heartbeats, free slots.
-        Waits for: the next heartbeat. Unblocked by: `stop`.
+        Consumes: versions of the upstream. Produces: versions for this machine and the downstreams, heartbeats, free slots.
+        Waits for: the upstream, the next heartbeat. Unblocked by: `stop`.
+
+        Raises:
+            EnvironmentSetupError: the address is not this machine's, or it has no memory for the slots.
         """
-        client = redis.asyncio.from_url(
-            self._redis_url,
-            socket_timeout=REDIS_SECONDS,
-            socket_connect_timeout=REDIS_SECONDS,
-            retry=Retry(NoBackoff(), 0),  # the next heartbeat is the retry
-        )
         try:
-            beats = 0
-            while not self._stopping.is_set():
-                touch_owner(self._store.folder)
-                self._store.prune()
-                if beats % BEATS_PER_SWEEP == 0:
-                    await asyncio.to_thread(remove_orphans, self._store.root)  # freeing gigabytes takes a while
-                await self._beat(client)
-                beats += 1
-                await self._pause()
+            await self._open_edges()
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._beat_on())]
+                if self._chained is not None:
+                    sender = Sender(self._store, self._shelf, self._chained.credentials, self._chained.limits)
+                    tasks.append(group.create_task(self._chained.transport.serve(sender.serve)))
+                    tasks.append(group.create_task(self._follower.run() if self._follower else self._watch_store()))
+                await self._stopping.wait()
+                for task in tasks:
+                    task.cancel()
+        except* EnvironmentSetupError as errors:
+            raise errors.exceptions[0] from None
         finally:
-            await client.aclose()
+            await self._close_edges()
 
     async def status(self) -> RelayStatus:
-        """What the store holds now."""
+        """What the store holds now, and how it is reached."""
         versions = tuple(str(version) for version in self._store.versions())
+        incoming = self._shelf.incoming
         return RelayStatus(
             node_id=self._store.node_id,
             host=socket.gethostname(),
@@ -156,6 +154,14 @@ class Relay:
             newest=versions[-1] if versions else "",
             versions=versions,
             beat_at=time.time(),
+            address=self._address,
+            is_master=self._chained is not None and self._chained.is_master,
+            is_blocked=self._receiver is not None and self._receiver.is_blocked,
+            upstream=self._follower.upstream if self._follower else "",
+            receiving=str(incoming.version) if incoming else "",
+            seconds_per_byte=self._last.seconds / self._last.bytes if self._last and self._last.bytes else 0.0,
+            start_seconds=self._follower.start_seconds if self._follower else 0.0,
+            joined=self._directory.joined,
         )
 
     async def stop(self) -> None:
@@ -170,24 +176,86 @@ class Relay:
         await self.stop()
         self._store.remove()
 
-    async def _beat(self, client: redis.asyncio.Redis) -> None:
-        key = heartbeat_key(self._store.run_id, self._store.node_id)
-        try:
-            await client.set(key, (await self.status()).to_json(), px=int(self._ttl_seconds * 1000))
-        except (redis.exceptions.RedisError, OSError) as error:
-            if not self._redis_lost:
-                url = hide_password(self._redis_url)
-                logger.warning("no heartbeat: Redis at %s does not answer (%s); weights flow on", url, error)
-            self._redis_lost = True
-        else:
-            self._redis_lost = False
+    async def _open_edges(self) -> None:
+        """Be reachable; a relay that is no master becomes the writer of its store."""
+        chained = self._chained
+        if chained is None:
+            return
+        self._address = await chained.transport.start()
+        if not chained.is_master:
+            self._receiver = Receiver(self._store, self._shelf, chained.limits, self._note)
+            self._follower = Follower(
+                chained.transport, self._receiver, chained.credentials, self._neighbours, chained.limits
+            )
 
-    async def _pause(self) -> None:
+    async def _close_edges(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._chained is not None:
+            await self._chained.transport.close()
+        await self._directory.close()
+
+    def _neighbours(self) -> tuple[float, list[Neighbour]]:
+        """This relay's place, and all others that live."""
+        others = [
+            Neighbour(
+                Hop(other.node_id, other.joined, is_master=other.is_master, is_blocked=other.is_blocked),
+                other.address,
+                WeightVersion.parse(other.newest) if other.newest else None,
+            )
+            for other in self._directory.others
+        ]
+        return self._directory.joined, others
+
+    def _note(self, report: HopReport) -> None:
+        self._last = report
+        if self._chained is not None:
+            self._chained.report(report)
+
+    async def _watch_store(self) -> None:
+        """Tell downstreams of every version that the trainer publishes."""
+        newest: WeightVersion | None = None
+        while True:
+            if (found := self._store.newest()) != newest:
+                newest = found
+                self._shelf.notify()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def _beat_on(self) -> None:
+        """A heartbeat at least every `heartbeat_seconds`, and at once when a version is complete: the announcement."""
+        beats = 0
+        while True:
+            touch_owner(self._store.folder)
+            self._store.prune()
+            if beats % BEATS_PER_SWEEP == 0:
+                await asyncio.to_thread(remove_orphans, self._store.root)  # freeing gigabytes takes a while
+            newest = self._store.newest()
+            await self._directory.beat(await self.status())
+            self._advise_chunk_bytes()
+            beats += 1
+            await self._pause(newest)
+
+    async def _pause(self, newest: WeightVersion | None) -> None:
         try:
             async with asyncio.timeout(self._heartbeat_seconds):
-                await self._stopping.wait()
+                while self._store.newest() == newest:
+                    await self._shelf.changed.wait()
         except TimeoutError:
             return
+
+    def _advise_chunk_bytes(self) -> None:
+        """Tell the trainer's publisher which pieces the chain wants, by the slowest hop's measured constants."""
+        others = [other for other in self._directory.others if other.seconds_per_byte and other.start_seconds]
+        newest = self._store.newest()
+        if self._chained is None or not self._chained.is_master or not others or newest is None:
+            return
+        advice = best_chunk_bytes(
+            num_machines=1 + len(self._directory.others),
+            file_bytes=self._store.slot_bytes() // self._store.num_slots,
+            seconds_per_byte=max(other.seconds_per_byte for other in others),
+            start_seconds=max(other.start_seconds for other in others),
+        )
+        self._store.advise_chunk_bytes(advice)
 
 
 class RelayRole:
@@ -196,11 +264,20 @@ class RelayRole:
     Args:
         context: the process's surroundings.
         config: the run's settings.
+        is_master: whether trainer rank 0 is on this machine.
     """
 
-    def __init__(self, context: RoleContext, config: LaminarConfig) -> None:
+    def __init__(self, context: RoleContext, config: LaminarConfig, is_master: bool = True) -> None:
         self._config = config
-        self._relay = Relay(open_store(config, context.run_id, context.node_id), context.redis_url)
+        store = open_store(config, context.run_id, context.node_id)
+        self._relay = Relay(store, context.redis_url, self._chained(context, is_master))
+
+    def _chained(self, context: RoleContext, is_master: bool) -> Chained | None:
+        """How this relay takes part in the chain; None where Ray was started for this machine alone."""
+        if is_one_machine(self._config):
+            return None
+        transport = resolve(self._config.relay.transport, TRANSPORTS, "relay.transport")(context.node_address)
+        return Chained(transport, Credentials(context.run_id, context.node_id, context.token), is_master)
 
     async def start(self) -> None:
         """Own the store; refuse a machine that cannot hold the weights, as `Relay.start`."""
@@ -208,7 +285,7 @@ class RelayRole:
         await self._relay.start(published_bytes(self._config, size) if size else 0)
 
     async def run(self) -> None:
-        """Beat and make room until `stop`."""
+        """Beat, make room, receive and pass on until `stop`."""
         await self._relay.run()
 
     async def status(self) -> RelayStatus:

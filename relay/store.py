@@ -2,6 +2,7 @@
 
     <root>/laminar-<run_id>-<node_id>/
         owner.lock publisher.lock     held by the living relay and publisher
+        chunk_bytes                   how long the chain wants the checksummed pieces, if it has other machines
         model_files/                  config, tokenizer: staged once, linked into every version
         slots/0.safetensors ...       rewritten in place
         versions/<lineage>.<number>/  model.safetensors (hard link to a slot), manifest.json, config and tokenizer
@@ -31,6 +32,7 @@ PUBLISHER = "publisher"
 PARTIAL_PREFIX = ".partial-"
 REMOVED_PREFIX = ".removed-"
 STORE_PREFIX = "laminar-"
+ADVICE_NAME = "chunk_bytes"
 
 _ATTEMPTS = 8
 
@@ -182,10 +184,23 @@ class VersionStore:
         return self._versions_folder / f"{PARTIAL_PREFIX}{version}"
 
     def clean_partial(self) -> None:
-        """Remove what a killed publisher left half done. For the publisher alone."""
+        """Remove what a killed writer left half done. For the publisher, or the relay that receives, alone."""
         for path in self._versions_folder.iterdir():
             if path.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def advise_chunk_bytes(self, chunk_bytes: int) -> None:
+        """Leave word for the publisher how long the checksummed pieces should be."""
+        hidden = self.folder / f".{ADVICE_NAME}"
+        hidden.write_text(str(chunk_bytes))
+        hidden.rename(self.folder / ADVICE_NAME)
+
+    def advised_chunk_bytes(self) -> int | None:
+        """What `advise_chunk_bytes` said; None if nothing yet."""
+        try:
+            return int((self.folder / ADVICE_NAME).read_text())
+        except FileNotFoundError:
+            return None
 
     def remove(self) -> None:
         """Delete the store; readers that map a version keep its bytes."""

@@ -13,7 +13,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from laminar.cluster.ray_cluster import RoleProcess
-from laminar.cluster.roles import RoleContext, RoleSpec, relay_spec, rollout_spec, trainer_specs
+from laminar.cluster.relays import Relays
+from laminar.cluster.roles import RoleContext, RoleSpec, rollout_spec, trainer_specs
 from laminar.config.root import LaminarConfig
 from laminar.errors import FATAL_ERRORS, LaminarError, RunFailedError, first_error
 from laminar.telemetry.stream import TelemetryWriter
@@ -22,7 +23,6 @@ logger = logging.getLogger("laminar.supervisor")
 
 STOP_SECONDS = 20.0
 """How long an orderly stop may take before the rest is killed."""
-RELAY_START_SECONDS = 60.0
 
 
 class Crew:
@@ -41,13 +41,14 @@ class Crew:
         self._workers: dict[int, RoleProcess] = {}
         self._workers_changed = asyncio.Condition()
         self._ranks: list[RoleProcess] = []
-        self._relay: RoleProcess | None = None
+        self._master_node = ""
+        self._relays = Relays(self._keep, self._process, self._start)
         self.restarts: Counter[str] = Counter()
         self.is_stopping = False
 
-    async def keep_relay(self) -> None:
-        """Run this machine's relay until cancelled."""
-        await self._keep("relay", self._run_relay)
+    async def keep_relays(self) -> None:
+        """Run a relay on every machine that trains or runs engines, until cancelled."""
+        await self._relays.run()
 
     async def keep_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Run one worker until cancelled.
@@ -92,9 +93,9 @@ class Crew:
             await self._ranks[0].call("stop")
 
     async def stop(self) -> None:
-        """Stop workers and relay in order; what does not obey in time is killed with the rest."""
+        """Stop workers and relays in order; what does not obey in time is killed with the rest."""
         self.is_stopping = True
-        roles = [*self._workers.values(), *([self._relay] if self._relay else [])]
+        roles = [*self._workers.values(), *self._relays.processes()]
         for role in roles:
             try:
                 async with asyncio.timeout(STOP_SECONDS / 4):
@@ -127,24 +128,21 @@ class Crew:
     def _process(self, spec: RoleSpec) -> RoleProcess:
         return RoleProcess(spec, self._context, self._config)
 
-    async def _start(self, process: RoleProcess, seconds: float) -> None:
+    async def _place(self, process: RoleProcess) -> None:
         await process.place(self._config.cluster.placement_seconds)
         self._note_process(process.spec.name, process.pid)
-        await process.start(seconds)
 
-    async def _run_relay(self) -> None:
-        self._relay = self._process(relay_spec())
-        try:
-            await self._start(self._relay, RELAY_START_SECONDS)
-            await self._relay.call("run")
-        finally:
-            self._relay.kill()
+    async def _start(self, process: RoleProcess, seconds: float) -> None:
+        await self._place(process)
+        await process.start(seconds)
 
     async def _run_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         worker = self._process(rollout_spec(self._config, index))
         start_seconds = self._config.rollout.engine.start_seconds + self._config.run.no_progress_seconds
         try:
-            await self._start(worker, start_seconds)
+            await self._place(worker)
+            await self._relays.need(worker.node_id)
+            await worker.start(start_seconds)
             async with self._workers_changed:
                 self._workers[index] = worker
                 self._workers_changed.notify_all()
@@ -160,11 +158,17 @@ class Crew:
             worker.kill()
 
     async def _run_trainer(self) -> dict[str, Any]:
-        self._ranks = [self._process(spec) for spec in trainer_specs(self._config, meeting=secrets.token_hex(8))]
+        specs = trainer_specs(self._config, secrets.token_hex(8), self._master_node)
+        self._ranks = [self._process(spec) for spec in specs]
         try:
             async with asyncio.TaskGroup() as group:
                 for rank in self._ranks:
-                    group.create_task(self._start(rank, self._config.trainer.start_seconds))
+                    group.create_task(self._place(rank))
+            self._master_node = self._ranks[0].node_id
+            await self._relays.lead(self._master_node)  # the trainer publishes into its store
+            async with asyncio.TaskGroup() as group:
+                for rank in self._ranks:
+                    group.create_task(rank.start(self._config.trainer.start_seconds))
             async with asyncio.TaskGroup() as group:
                 for rank in self._ranks:
                     group.create_task(rank.call("restore"))  # its deadline is that of progress: each replayed step is told

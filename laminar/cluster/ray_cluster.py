@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar.allocator import keep_freed_memory
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, RoleSpec
@@ -26,6 +27,11 @@ LOOPBACK = "127.0.0.2"
 
 OBJECT_STORE_BYTES = 80 * 1024**2
 """Ray's smallest object store: no data of ours passes through it."""
+
+
+def living_nodes() -> list[str]:
+    """Ids of the machines of the cluster that is joined."""
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
 class RoleDiedError(LaminarError):
@@ -67,6 +73,7 @@ class RoleProcess:
 
     def __init__(self, spec: RoleSpec, context: RoleContext, config: LaminarConfig) -> None:
         self.spec = spec
+        self.pid, self.node_id = 0, ""
         threads = str(spec.num_threads)
         environment = {
             RUN_ID_VARIABLE: context.run_id,
@@ -75,6 +82,7 @@ class RoleProcess:
             **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
             **spec.environment,
         }
+        strategy = NodeAffinitySchedulingStrategy(spec.node_id, soft=spec.is_wish) if spec.node_id else "DEFAULT"
         actor = ray.remote(_RoleActor).options(
             name=f"{spec.name}-{os.urandom(3).hex()}",
             num_cpus=spec.num_cpus,
@@ -82,11 +90,12 @@ class RoleProcess:
             max_restarts=0,
             max_concurrency=64,
             runtime_env={"env_vars": environment},
+            scheduling_strategy=strategy,
         )
         self._actor = actor.remote(spec, context, config)
 
     async def place(self, seconds: float) -> None:
-        """Wait until Ray has started the process; `pid` is its id.
+        """Wait until Ray has started the process; `pid` is its id, `node_id` the machine.
 
         Raises:
             EnvironmentSetupError: if Ray finds no room for it in time.
@@ -94,7 +103,7 @@ class RoleProcess:
         """
         try:
             async with asyncio.timeout(seconds):
-                self.pid: int = await self._actor.process_id.remote()
+                self.pid, self.node_id = await self._actor.whereabouts.remote()
         except ray.exceptions.RayActorError as error:
             raise RoleDiedError(f"the process of {self.spec.name} did not start: {_last_line(str(error))}") from None
         except TimeoutError:
@@ -156,8 +165,8 @@ class _RoleActor:
         self._role = role(replace(context, role=spec.name, node_id=node_id, node_address=address), config, **spec.arguments)
         self._logger = logging.getLogger(f"laminar.{spec.name}")
 
-    async def process_id(self) -> int:
-        return os.getpid()
+    async def whereabouts(self) -> tuple[int, str]:
+        return os.getpid(), ray.get_runtime_context().get_node_id()
 
     async def call(self, method: str, *arguments: Any) -> Any:
         coroutine: Coroutine[Any, Any, Any] = getattr(self._role, method)(*arguments)

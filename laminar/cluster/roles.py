@@ -46,6 +46,8 @@ class RoleSpec:
         num_cpus: CPUs that Ray sets aside; control roles take 0.
         num_threads: threads its numeric libraries may use.
         environment: further environment variables.
+        node_id: the machine to be placed on, as Ray names it; empty: any.
+        is_wish: whether another machine will do if that one has no room.
     """
 
     name: str
@@ -55,15 +57,23 @@ class RoleSpec:
     num_gpus: float = 0
     num_threads: int = 1
     environment: dict[str, str] = field(default_factory=dict)
+    node_id: str = ""
+    is_wish: bool = False
 
 
-def relay_spec() -> RoleSpec:
-    """The relay of this machine."""
-    return RoleSpec("relay-0", "relay.server:RelayRole")
+def relay_spec(index: int, node_id: str, *, is_master: bool) -> RoleSpec:
+    """The relay of one machine."""
+    return RoleSpec(f"relay-{index}", "relay.server:RelayRole", {"is_master": is_master}, node_id=node_id)
 
 
-def trainer_specs(config: LaminarConfig, meeting: str) -> list[RoleSpec]:
-    """All trainer ranks of one life; `meeting` names their rendezvous, new for every life."""
+def trainer_specs(config: LaminarConfig, meeting: str, master_node: str = "") -> list[RoleSpec]:
+    """All trainer ranks of one life.
+
+    Args:
+        config: the run's settings.
+        meeting: names their rendezvous, new for every life.
+        master_node: where rank 0 was in the last life; the weights of the run are there, so it stays if it can.
+    """
     trainer = config.trainer
     return [
         RoleSpec(
@@ -74,6 +84,8 @@ def trainer_specs(config: LaminarConfig, meeting: str) -> list[RoleSpec]:
             num_gpus=trainer.num_gpus_per_rank,
             num_threads=trainer.num_threads,
             environment={} if trainer.num_gpus_per_rank else {"DS_ACCELERATOR": "cpu"},
+            node_id=master_node if rank == 0 else "",
+            is_wish=True,
         )
         for rank in range(trainer.num_ranks)
     ]

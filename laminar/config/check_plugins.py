@@ -16,6 +16,7 @@ from laminar.policies.samplers import SAMPLERS
 ENVIRONMENTS = "rollout.environments:ENVIRONMENTS"
 REWARDS = "rollout.rewards:REWARDS"
 ALGORITHMS = "trainer.algorithms:ALGORITHM_OPTIONS"
+TRANSPORTS = "relay.transports.base:TRANSPORTS"
 ENGINES: Mapping[str, str] = {"torch": "", "sglang": ""}
 """Known engines; they take no options model (`rollout.engine.options` are flags of their command line)."""
 
@@ -29,6 +30,7 @@ def plugin_faults(config: LaminarConfig) -> Iterator[str]:
     yield from _faults_of("trainer.algorithm", algorithm.kind, load_attribute(ALGORITHMS), algorithm.options)
     yield from _fault_in(resolve, config.experience.sampler, SAMPLERS, "experience.sampler")
     yield from _fault_in(import_path, config.rollout.engine.kind, ENGINES, "rollout.engine.kind")
+    yield from _fault_in(import_path, config.relay.transport, load_attribute(TRANSPORTS), "relay.transport")
     yield from _reward_faults(config)
 
 

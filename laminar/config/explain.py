@@ -13,6 +13,7 @@ from laminar.config.sizes import (
     bytes_per_group,
     groups_within_bytes,
     groups_within_staleness,
+    is_one_machine,
     longest_row_tokens,
     most_admitted_groups,
     most_micro_batches,
@@ -151,10 +152,10 @@ def _buffer_lines(config: LaminarConfig) -> list[str]:
 def _weight_lines(config: LaminarConfig) -> list[str]:
     slots = num_weight_slots(config)
     engines = f", {config.rollout.num_workers} for engines that map" if config.rollout.engine.kind == "torch" else ""
+    others = "" if is_one_machine(config) else ", 1 being passed on"
+    kept = f"{config.relay.keep_versions} kept, 1 being written{engines}{others}"
     lines = [
-        _row(
-            "slots a machine", slots, f"{config.relay.keep_versions} kept, 1 being written{engines}; in {config.relay.root}"
-        ),
+        _row("slots a machine", slots, f"{kept}; in {config.relay.root}"),
         _row("replicas", config.rollout.num_workers, f"take new weights in mode {config.rollout.effective_weight_update}"),
     ]
     size = read_model_size(Path(config.model.path))

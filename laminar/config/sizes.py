@@ -83,10 +83,18 @@ def published_bytes(config: LaminarConfig, size: ModelSize) -> int:
     return size.num_bytes if per_number is None else size.num_parameters * per_number
 
 
+def is_one_machine(config: LaminarConfig) -> bool:
+    """Whether Ray is started for this machine alone, so that weights need not travel."""
+    return config.cluster.ray_address == "local"
+
+
 def num_weight_slots(config: LaminarConfig) -> int:
-    """Slots for weights in one machine's shared memory: kept versions, the one being written, one an engine that maps."""
+    """Slots for weights in one machine's shared memory: kept versions, the one being written, one an engine that maps.
+
+    On a cluster one more, for the version that is being passed on: without it a slow chain would hold up the trainer.
+    """
     num_mapping = config.rollout.num_workers if config.rollout.engine.kind == "torch" else 0
-    return config.relay.keep_versions + 1 + num_mapping
+    return config.relay.keep_versions + 1 + num_mapping + (not is_one_machine(config))
 
 
 def read_model_size(folder: Path) -> ModelSize | None:

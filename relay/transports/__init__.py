@@ -1,1 +1,1 @@
-"""How versions reach other machines."""
+"""How weight versions reach other machines: one small protocol (`base`), several ways to carry it."""

@@ -13,9 +13,10 @@ import torch
 from laminar.errors import EnvironmentSetupError, RelayError
 from laminar.experience.server import EmbeddedServer
 from laminar.types import WeightVersion
+from relay.directory import heartbeat_key
 from relay.orphans import remove_orphans
 from relay.publisher import Publisher
-from relay.server import Relay, heartbeat_key
+from relay.server import Relay
 from relay.store import OWNER, PUBLISHER, VersionStore
 
 NO_REDIS = "redis://127.0.0.1:1"
