@@ -88,6 +88,8 @@ def latch_idle(latched: Mapping[str, int], loads: Iterable[ReplicaLoad], kv_high
 
     Args:
         latched: what the last call returned.
+        loads: how full the replicas are now.
+        kv_high: share of the cache.
 
     Returns:
         Name of each idle replica, and its `num_admitted` when it became idle.
@@ -109,6 +111,7 @@ def plan_repack(
         loads: all replicas that can be talked to, each once.
         idle: those that `latch_idle` names.
         newest: the version that a released replica would take.
+        limits: what the plan must keep to.
     """
     old = [load for load in loads if load.version < newest and load.num_open and not load.num_waiting]
     old.sort(key=lambda load: (load.version, share_of(load, 0), load.replica))
@@ -129,8 +132,8 @@ def fits(source: ReplicaLoad, destination: ReplicaLoad, limits: RepackLimits) ->
 def pays(source: ReplicaLoad, limits: RepackLimits) -> bool:
     """Whether emptying a replica frees more than it costs.
 
-    Freed: the steps its longest trajectory still needs, r · (1 + n / max_requests). Cost: the destination computes the context
-    anew, c / max_requests, and its steps carry n more requests, r · n / max_requests. The latter cancels on both sides.
+    Freed: the steps its longest trajectory still needs, r · (1 + n / max_requests). Cost: the destination computes the
+    context anew, c / max_requests, and its steps carry n more requests, r · n / max_requests, which cancels on both sides.
     """
     return source.remaining_tokens * limits.max_requests > source.context_tokens
 
