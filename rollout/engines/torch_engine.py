@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from laminar.errors import ConfigError, EngineError
+from rollout.engines.door import StepReport
 from rollout.engines.key_values import KeyValues
 from rollout.engines.prefix_cache import Prefix, PrefixCache
 from rollout.engines.sampling import DrawRow, draw
@@ -67,13 +68,6 @@ class Request:
         sampling = self.wire.sampling_params
         position = len(self.wire.input_ids) + len(self.output.ids)
         return DrawRow(sampling.temperature, sampling.top_p, sampling.top_k, sampling.sampling_seed, position)
-
-
-@dataclass(slots=True)
-class StepReport:
-    """Outputs that grew or ended since the last report, in order; an ended one has a finish reason or an error."""
-
-    outputs: dict[str, Output] = field(default_factory=dict)
 
 
 class TorchEngine:
