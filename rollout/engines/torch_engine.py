@@ -9,7 +9,7 @@ row i of the key-value store belongs to `running[i]`; every token records the ve
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
