@@ -15,7 +15,7 @@ from laminar.policies.samplers import SAMPLERS
 ENVIRONMENTS = "rollout.environments:ENVIRONMENTS"
 REWARDS = "rollout.rewards:REWARDS"
 ALGORITHMS = "trainer.algorithms:ALGORITHM_OPTIONS"
-ENGINES: Mapping[str, str] = {"torch": "", "sglang": ""}
+ENGINES: Mapping[str, str] = {"torch": "", "emulated": "", "sglang": ""}
 """Known engines; they take no options model (`rollout.engine.options` are flags of their command line)."""
 GROUP_NORMALISED = ("grpo",)
 """Algorithms whose advantages compare the members of a group."""

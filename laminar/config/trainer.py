@@ -1,6 +1,6 @@
 """Settings of the trainer: `[trainer]` and the tables below it. Batch sizes are in prompts."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,9 +21,19 @@ class AlgorithmConfig(Plugin):
     """`grpo`, or `"package.module:Attr"`."""
 
 
+class EmulatedTrainerConfig(Section):
+    """`[trainer.emulated]`: what a trainer that only pretends takes for a step."""
+
+    step_seconds: list[Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: [1.0], min_length=1)
+    """Duration of the steps in seconds, one after another, from the first again at the end."""
+
+
 class TrainerConfig(Section):
     """`[trainer]`: the step."""
 
+    kind: Literal["deepspeed", "emulated"] = "deepspeed"
+    """`deepspeed` trains; `emulated`, one rank, takes batches, sleeps, and publishes the model's weights slightly scaled:
+    for trying out a rollout tier."""
     num_ranks: int = Field(1, ge=1)
     """Trainer processes, one a device."""
     num_threads: int = Field(1, ge=1)
@@ -66,3 +76,4 @@ class TrainerConfig(Section):
     """Deadline for all ranks to meet and load the model."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    emulated: EmulatedTrainerConfig = EmulatedTrainerConfig()

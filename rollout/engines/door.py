@@ -54,7 +54,10 @@ class Engine(Protocol):
 class EngineDoor(Protocol):
     """The way from an event loop to an engine that runs by itself."""
 
-    load: EngineLoad
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is, as of its last step."""
+        ...
 
     @property
     def alive(self) -> bool:

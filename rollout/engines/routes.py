@@ -150,6 +150,9 @@ class EngineServer:
             "num_used_tokens": load.used_tokens,
             "max_total_num_tokens": load.capacity_tokens,
             "num_generated_tokens": load.generated_tokens,
+            "num_retracted_reqs": load.num_retractions,
+            "prefill_seconds": load.prefill_seconds,
+            "decode_seconds": load.decode_seconds,
         }
         return encoded({"loads": [core]})
 
