@@ -7,7 +7,7 @@ from laminar.config.root import LaminarConfig
 from laminar.errors import EngineError
 from laminar.types import WeightVersion
 from rollout.engines.client import EngineClient
-from rollout.engines.launch import EngineLaunch
+from rollout.engines.launch import CHECKS_WEIGHTS, EngineLaunch
 from rollout.engines.process import EngineProcess
 from rollout.replica import StartEngine
 
@@ -45,7 +45,7 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
             run_id=context.run_id,
             version=version,
             swap=engine.swap,
-            first_weights=None if engine.kind == "torch" else path,
+            first_weights=None if engine.kind in CHECKS_WEIGHTS else path,
             request_seconds=engine.request_seconds,
         )
         held = await client.weight_version()

@@ -25,7 +25,7 @@ from laminar.types import GroupState, WeightVersion
 from trainer.authority import Authority
 from trainer.publishing import Published, WeightPublisher
 from trainer.sampling import Batch, BatchSource, Group
-from trainer.session import TrainingSession
+from trainer.session import Session
 from trainer.spool_file import SpooledGroup, SpooledStep
 from trainer.step import StepReport
 from trainer.step_log import StepLog
@@ -46,7 +46,7 @@ class TrainingLoop:
     def __init__(
         self,
         config: LaminarConfig,
-        session: TrainingSession,
+        session: Session,
         publisher: WeightPublisher,
         buffer: ExperienceBuffer,
         telemetry: TelemetryWriter,
@@ -57,7 +57,7 @@ class TrainingLoop:
         self._buffer, self._telemetry = buffer, telemetry
         self._authority, self._steps = authority, StepLog(telemetry)
         self.progress = authority.progress
-        self._source = BatchSource(config, buffer, session.algorithm.keeps, self._say_waiting)
+        self._source = BatchSource(config, buffer, session.keeps, self._say_waiting)
         self._thread = thread
         self._stopping = False
         self._last_end: float | None = None

@@ -5,15 +5,18 @@ It knows neither the data module nor the relay.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from laminar.config.root import LaminarConfig
 from laminar.experience.answers import Frontier
 from laminar.plugins import resolve, validate_options
+from laminar.types import Trajectory
 from trainer.algorithms import ALGORITHM_OPTIONS, ALGORITHMS
 from trainer.algorithms.base import Algorithm
 from trainer.checkpoint import agree_on_latest, load, save
@@ -30,6 +33,44 @@ logger = logging.getLogger("laminar.trainer.session")
 
 COLLECTIVE_MARGIN_SECONDS = 60.0
 """Other ranks wait for rank 0's next command longer than the run may stand still."""
+
+
+class Session(Protocol):
+    """What a trainer rank and its loop ask of training; see `TrainingSession`."""
+
+    spool: ReplaySpool
+    progress: Progress
+    frontier: Frontier | None
+    saved_step: int
+    replayed: list[SpooledStep]
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, by name."""
+        ...
+
+    def keeps(self, group: Sequence[Trajectory]) -> bool:
+        """Whether a complete group is worth training."""
+        ...
+
+    def replay(self, said: Callable[[SpooledStep, StepReport], None]) -> None:
+        """Train the spooled steps after the checkpoint again."""
+        ...
+
+    def train(self, groups: Groups, step: int) -> StepReport:
+        """Train a step."""
+        ...
+
+    def save(self, progress: Progress, frontier: Frontier) -> None:
+        """Save a checkpoint."""
+        ...
+
+    def follow(self) -> None:
+        """Ranks other than 0: do what rank 0 announces, until dismissed."""
+        ...
+
+    def dismiss(self) -> None:
+        """Rank 0: let the others go."""
+        ...
 
 
 class TrainingSession:
@@ -64,6 +105,14 @@ class TrainingSession:
         self.progress, self.frontier = self._resume()
         self.saved_step = self.progress.step
         self.replayed: list[SpooledStep] = []
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The full model under its Hugging Face names."""
+        return self.engine.state_tensors()
+
+    def keeps(self, group: Sequence[Trajectory]) -> bool:
+        """Whether the algorithm finds a complete group worth training."""
+        return self.algorithm.keeps(group)
 
     def replay(self, said: Callable[[SpooledStep, StepReport], None]) -> None:
         """All ranks: train the spooled steps after the checkpoint again, on the same groups, to the same weights.

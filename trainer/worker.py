@@ -26,9 +26,10 @@ from laminar.types import Trajectory
 from relay.publisher import Publisher
 from relay.store import open_store
 from trainer.authority import Authority
+from trainer.emulated import EmulatedSession
 from trainer.loop import TrainingLoop
 from trainer.publishing import WeightPublisher
-from trainer.session import TrainingSession
+from trainer.session import Session, TrainingSession
 from trainer.spool_file import SpooledStep
 from trainer.step import StepReport
 
@@ -119,8 +120,10 @@ class TrainerRank:
         timeout = timedelta(seconds=trainer.start_seconds)
         return TCPStore(host, port, trainer.num_ranks, is_master=is_master, timeout=timeout, wait_for_workers=False)
 
-    def _load(self, store: Store | None) -> TrainingSession:
+    def _load(self, store: Store | None) -> Session:
         checkpoints = self._context.run_folder / "checkpoints"
+        if self._config.trainer.kind == "emulated":
+            return EmulatedSession(self._config, checkpoints)
         return TrainingSession(self._config, checkpoints, self._rank, store, self._fetch)
 
     def _fetch(self, group_ids: Sequence[str]) -> list[tuple[Trajectory, ...]]:
@@ -141,7 +144,7 @@ class TrainerRank:
         """Publish the weights under a new lineage, let the data module go on from their number, make the loop."""
         session, buffer, telemetry = self._session, self._buffer, self._telemetry
         weights = open_store(self._config, self._context.run_id, self._context.node_id)
-        publisher = WeightPublisher(Publisher(weights, Path(self._config.model.path)), session.engine.state_tensors)
+        publisher = WeightPublisher(Publisher(weights, Path(self._config.model.path)), session.state_tensors)
         authority = Authority(buffer, publisher, weights.newest, telemetry, self._thread, session.progress, session.frontier)
         await authority.open(len(session.replayed))
         self._loop = TrainingLoop(self._config, session, publisher, buffer, telemetry, authority, self._thread)

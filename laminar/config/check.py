@@ -110,6 +110,8 @@ def _engine_faults(config: LaminarConfig) -> Iterator[str]:
             f"`rollout.engine.tensor_parallel_size` is {engine.tensor_parallel_size}: the torch engine does not split a "
             'model; set it to 1, or `rollout.engine.kind` to "sglang"'
         )
+    if config.trainer.kind == "emulated" and config.trainer.num_ranks > 1:
+        yield f"`trainer.num_ranks` is {config.trainer.num_ranks}: the emulated trainer has one rank; set it to 1"
     if 0 < engine.num_gpus < engine.tensor_parallel_size and engine.tensor_parallel_size > 1:
         yield (
             f"`rollout.engine.num_gpus` is {engine.num_gpus:g}: a replica split over `tensor_parallel_size` = "

@@ -17,7 +17,7 @@ ENVIRONMENTS = "rollout.environments:ENVIRONMENTS"
 REWARDS = "rollout.rewards:REWARDS"
 ALGORITHMS = "trainer.algorithms:ALGORITHM_OPTIONS"
 TRANSPORTS = "relay.transports.base:TRANSPORTS"
-ENGINES: Mapping[str, str] = {"torch": "", "sglang": ""}
+ENGINES: Mapping[str, str] = {"torch": "", "emulated": "", "sglang": ""}
 """Known engines; they take no options model (`rollout.engine.options` are flags of their command line)."""
 
 

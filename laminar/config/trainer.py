@@ -1,6 +1,6 @@
 """Settings of the trainer: `[trainer]` and the tables below it. Batch sizes are in prompts."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -53,9 +53,19 @@ class CorrectionConfig(Section):
         return self.weight != "none" or self.masks_sequences
 
 
+class EmulatedTrainerConfig(Section):
+    """`[trainer.emulated]`: what a trainer that only pretends takes for a step."""
+
+    step_seconds: list[Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: [1.0], min_length=1)
+    """Duration of the steps in seconds, one after another, from the first again at the end."""
+
+
 class TrainerConfig(Section):
     """`[trainer]`: the step."""
 
+    kind: Literal["deepspeed", "emulated"] = "deepspeed"
+    """`deepspeed` trains; `emulated`, one rank, takes batches, sleeps, and publishes the model's weights slightly scaled:
+    for trying out a rollout tier."""
     num_ranks: int = Field(1, ge=1)
     """Trainer processes, one a device."""
     num_threads: int = Field(1, ge=1)
@@ -103,3 +113,4 @@ class TrainerConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    emulated: EmulatedTrainerConfig = EmulatedTrainerConfig()

@@ -244,6 +244,9 @@ class EngineClient:
         def total(name: str) -> int:
             return sum(int(part.get(name, 0)) for part in parts)
 
+        def seconds(name: str) -> float:
+            return sum(float(part.get(name, 0.0)) for part in parts)
+
         # SGLang counts no tokens over its life; what came through this client is the next best
         generated = total("num_generated_tokens") or self._received_tokens
         return EngineLoad(
@@ -252,6 +255,9 @@ class EngineClient:
             total("num_used_tokens"),
             total("max_total_num_tokens"),
             generated,
+            num_retractions=total("num_retracted_reqs"),
+            prefill_seconds=seconds("prefill_seconds"),
+            decode_seconds=seconds("decode_seconds"),
         )
 
     async def health(self) -> None:

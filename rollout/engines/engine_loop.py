@@ -10,32 +10,14 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from laminar.errors import LaminarError
-from rollout.engines.torch_engine import StepReport, TorchEngine
-from rollout.engines.wire import EngineLoad, GenerateWire, Output
+from rollout.engines.door import Engine, Reader, Readers, StepReport, Update, hand_over
+from rollout.engines.torch_engine import TorchEngine
+from rollout.engines.wire import EngineLoad, GenerateWire
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What a reader of one request sees: the JSON answer, or the text of an error."""
-
-    answer: dict[str, Any] | None
-    error: str
-    finished: bool
-
-
-@dataclass(slots=True)
-class Reader:
-    """Who waits for a request; `sent` tokens were handed over already (streams are incremental)."""
-
-    updates: "asyncio.Queue[Update]"
-    streams: bool
-    sent: int = 0
 
 
 class EngineLoop:
@@ -54,7 +36,7 @@ class EngineLoop:
         self._loop = loop
         self._on_crash = on_crash
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._readers: dict[str, Reader] = {}
+        self._readers = Readers()
         self.load: EngineLoad = engine.load()
         self.version = engine.version
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -69,7 +51,7 @@ class EngineLoop:
         """End the thread at the next token boundary."""
         self._commands.put(None)
 
-    async def call(self, function: Callable[[TorchEngine], Result]) -> Result:
+    async def call(self, function: Callable[[Engine], Result]) -> Result:
         """Run `function` in the engine's thread at the next token boundary; its `LaminarError` is raised here."""
         future: Future[Result] = Future()
 
@@ -95,9 +77,9 @@ class EngineLoop:
         """
         reader = Reader(asyncio.Queue(), wire.stream)
 
-        def add(engine: TorchEngine) -> None:
+        def add(engine: Engine) -> None:
             engine.add(wire)
-            self._readers[wire.rid] = reader
+            self._readers.add(wire.rid, reader)
 
         await self.call(add)
         return reader.updates
@@ -125,24 +107,5 @@ class EngineLoop:
     def _deliver(self, report: StepReport) -> None:
         """Hand the changes of one step to the readers, in one call of the event loop."""
         self.load, self.version = self._engine.load(), self._engine.version
-        updates: list[tuple[Reader, Update]] = []
-        for rid, output in report.outputs.items():
-            finished = output.finish_reason is not None
-            reader = self._readers.pop(rid, None) if finished else self._readers.get(rid)
-            if reader is not None and (finished or reader.streams):
-                updates.append((reader, self._update(reader, output, finished)))
-        if updates:
+        if updates := self._readers.updates(report, self.version):
             self._loop.call_soon_threadsafe(hand_over, updates)
-
-    def _update(self, reader: Reader, output: Output, finished: bool) -> Update:
-        if output.error:
-            return Update(None, output.error, True)
-        answer = output.answer(self._engine.version, reader.sent)
-        reader.sent = len(output.ids)
-        return Update(answer, "", finished)
-
-
-def hand_over(updates: list[tuple[Reader, Update]]) -> None:
-    """In the event loop: give each reader its update."""
-    for reader, update in updates:
-        reader.updates.put_nowait(update)

@@ -13,6 +13,9 @@ from laminar.types import WeightVersion
 
 Flag = str | int | float | bool
 
+CHECKS_WEIGHTS = frozenset({"torch", "emulated"})
+"""Kinds that check a weights file before they serve it; for others the client does."""
+
 SGLANG_LAUNCH = Path(__file__).with_name("sglang_launch.py")
 SGLANG_CPU_FLAGS: dict[str, Flag] = {
     "device": "cpu",
@@ -73,6 +76,12 @@ def torch_command(launch: EngineLaunch, ready_descriptor: int) -> list[str]:
     return [launch.python or sys.executable, "-m", "rollout.engines.server", *as_flags({**values, **launch.options})]
 
 
+def emulated_command(launch: EngineLaunch, ready_descriptor: int) -> list[str]:
+    """Command line of the emulated engine, which takes the torch engine's flags and some of its own."""
+    command = torch_command(launch, ready_descriptor)
+    return ["rollout.engines.emulated_server" if part == "rollout.engines.server" else part for part in command]
+
+
 def sglang_command(launch: EngineLaunch, ready_descriptor: int) -> list[str]:
     """Command line of SGLang, run by its own interpreter."""
     values: dict[str, Flag] = {
@@ -96,5 +105,9 @@ def as_flags(values: Mapping[str, Flag]) -> list[str]:
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in values.items() if value is not False]
 
 
-COMMANDS: dict[str, Callable[[EngineLaunch, int], list[str]]] = {"torch": torch_command, "sglang": sglang_command}
+COMMANDS: dict[str, Callable[[EngineLaunch, int], list[str]]] = {
+    "torch": torch_command,
+    "emulated": emulated_command,
+    "sglang": sglang_command,
+}
 """Command line by engine kind."""

@@ -8,14 +8,16 @@ row i of the key-value store belongs to `running[i]`; every token records the ve
 (a failed update) nothing is generated. This module is used by one thread and knows no network.
 """
 
+import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from laminar.errors import ConfigError, EngineError
+from rollout.engines.door import StepReport
 from rollout.engines.key_values import KeyValues
 from rollout.engines.prefix_cache import Prefix, PrefixCache
 from rollout.engines.sampling import DrawRow, draw
@@ -69,13 +71,6 @@ class Request:
         return DrawRow(sampling.temperature, sampling.top_p, sampling.top_k, sampling.sampling_seed, position)
 
 
-@dataclass(slots=True)
-class StepReport:
-    """Outputs that grew or ended since the last report, in order; an ended one has a finish reason or an error."""
-
-    outputs: dict[str, Output] = field(default_factory=dict)
-
-
 class TorchEngine:
     """See the module.
 
@@ -96,6 +91,7 @@ class TorchEngine:
         self.weights_known = True
         self.paused = False
         self.generated_tokens = 0
+        self.prefill_seconds = self.decode_seconds = 0.0
         self._weights_count = 0
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
@@ -141,7 +137,13 @@ class TorchEngine:
         """How busy the engine is."""
         used = sum(request.stored_tokens for request in self._running) + self._prefixes.num_tokens
         return EngineLoad(
-            len(self._running), len(self._waiting), used, self.options.max_cached_tokens, self.generated_tokens
+            len(self._running),
+            len(self._waiting),
+            used,
+            self.options.max_cached_tokens,
+            self.generated_tokens,
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
         )
 
     # -- weights -----------------------------------------------------------------------------------------------------------
@@ -222,8 +224,12 @@ class TorchEngine:
         """Admit what fits, advance every running request by one token; returns what changed since the last report."""
         if self.has_work:
             try:
+                started = time.perf_counter()
                 self._admit_and_prefill()
+                prefilled = time.perf_counter()
                 self._decode()
+                self.prefill_seconds += prefilled - started
+                self.decode_seconds += time.perf_counter() - prefilled
             except EngineError as error:
                 self._fail_all(error)
         report, self._report = self._report, StepReport()

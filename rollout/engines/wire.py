@@ -90,6 +90,8 @@ class EngineLoad:
         used_tokens: tokens in the key-value cache.
         capacity_tokens: the most it may hold.
         generated_tokens: tokens sampled since the engine started.
+        num_retractions: requests sent back to the queue because the cache was full, since then; 0 if it does not tell.
+        prefill_seconds, decode_seconds: time spent so since then; 0 if it does not tell.
     """
 
     running: int
@@ -97,6 +99,9 @@ class EngineLoad:
     used_tokens: int
     capacity_tokens: int
     generated_tokens: int
+    num_retractions: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
 
 @dataclass(slots=True)

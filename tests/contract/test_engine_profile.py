@@ -22,8 +22,10 @@ from safetensors.torch import load_file, save_file
 from laminar.errors import DeadlineError, EngineError
 from laminar.types import FinishReason, SamplingParameters, WeightVersion
 from rollout.engines.client import EngineClient
+from rollout.engines.emulated_model import EmulatedModel
 from rollout.engines.launch import EngineLaunch
 from rollout.engines.process import EngineProcess
+from rollout.engines.timings import load_lengths
 from rollout.engines.tiny_model import write_tiny_model
 
 PROMPT = np.array([5, 9, 17, 33, 64, 3, 80, 11], np.int32)
@@ -60,6 +62,16 @@ async def torch_engine(model: Path, log: Path) -> AsyncIterator[Engine]:
 
 
 @asynccontextmanager
+async def emulated_engine(model: Path, log: Path) -> AsyncIterator[Engine]:
+    pace = {"latency": "7B_TP4", "length-scale": 0.01, "time-factor": 4.0}
+    process = EngineProcess(launch(model, log, kind="emulated", options=pace))
+    try:
+        yield Engine(await process.start(60), process, "emulated")
+    finally:
+        await process.kill()
+
+
+@asynccontextmanager
 async def sglang_engine(model: Path, log: Path) -> AsyncIterator[Engine]:
     process = EngineProcess(launch(model, log, kind="sglang", python=str(SGLANG_PYTHON), dtype="float32"))
     try:
@@ -68,7 +80,7 @@ async def sglang_engine(model: Path, log: Path) -> AsyncIterator[Engine]:
         await process.kill()
 
 
-KINDS: dict[str, Callable] = {"torch": torch_engine, "sglang": sglang_engine}
+KINDS: dict[str, Callable] = {"torch": torch_engine, "emulated": emulated_engine, "sglang": sglang_engine}
 NEEDS_SGLANG = (pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="needs `make sglang-cpu`"))
 
 
@@ -78,7 +90,7 @@ def versions(tmp_path_factory):
     return [write_tiny_model(root / f"w{i}", scale=1.05**i) for i in range(3)]
 
 
-@pytest.fixture(scope="module", params=["torch", pytest.param("sglang", marks=NEEDS_SGLANG)])
+@pytest.fixture(scope="module", params=["torch", "emulated", pytest.param("sglang", marks=NEEDS_SGLANG)])
 def shared(request, versions, tmp_path_factory):
     """One engine for all tests that leave it as they found it (weights 0, running)."""
     with asyncio.Runner() as runner:
@@ -125,6 +137,14 @@ async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> Non
         pytest.fail(f"waited 20 s for {what}, in vain")
 
 
+def expected_logprobs(shared, folder, prompt, output):
+    """What the weights in a folder give; the emulated engine's weights are a fingerprint."""
+    if shared.kind != "emulated":
+        return reference_logprobs(folder, prompt, output)
+    positions = np.arange(len(prompt), len(prompt) + len(output))
+    return EmulatedModel(folder, load_lengths("32B_math")).logprobs(output.astype(np.int64), positions).tolist()
+
+
 def reference_logprobs(folder, prompt, output, temperature=1.0):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -133,6 +153,7 @@ def reference_logprobs(folder, prompt, output, temperature=1.0):
     return [lines[i, token].item() for i, token in enumerate(output)]
 
 
+@pytest.mark.not_on("emulated", "has no model, so no distribution: log-probs are a function of weights, token and position")
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 async def test_logprobs_are_those_of_a_plain_forward_at_the_sampling_temperature(client, versions, temperature):
     answer = await client.generate(PROMPT, sampling(12, temperature=temperature), new_id())
@@ -142,12 +163,14 @@ async def test_logprobs_are_those_of_a_plain_forward_at_the_sampling_temperature
     assert answer.segments[0].logprobs.tolist() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.not_on("emulated", "has no model, so no distribution: log-probs are a function of weights, token and position")
 async def test_logprobs_are_those_before_top_k_and_top_p_cut_the_distribution(client, versions):
     answer = await client.generate(PROMPT, sampling(12, temperature=1.2, top_k=5, top_p=0.9), new_id())
     expected = reference_logprobs(versions[0], PROMPT, answer.token_ids(), 1.2)
     assert answer.segments[0].logprobs.tolist() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.not_on("emulated", "has no model, so no distribution: log-probs are a function of weights, token and position")
 async def test_greedy_takes_the_best_token_and_reports_untempered_logprobs(client, versions):
     answer = await client.generate(PROMPT, sampling(5, temperature=0.0), new_id())
     expected = reference_logprobs(versions[0], PROMPT, answer.token_ids())
@@ -215,7 +238,7 @@ async def test_a_request_of_another_client_during_a_pause_is_answered_by_the_new
     await other.close()
     assert segment.version == V1
     if mode == "retract":
-        expected = reference_logprobs(versions[1], PROMPT, segment.token_ids)
+        expected = expected_logprobs(shared, versions[1], PROMPT, segment.token_ids)
         assert segment.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
     else:
         assert segment.masked_head_tokens == 1
@@ -288,7 +311,7 @@ async def test_live_requests_survive_a_swap_with_one_change_of_version(shared, c
     assert all(answer.num_tokens == 200 for answer in answers if answer.finish_reason is FinishReason.LENGTH)
 
 
-async def test_an_interrupted_answer_is_resumed_within_its_budget(client, versions):
+async def test_an_interrupted_answer_is_resumed_within_its_budget(shared, client, versions):
     """Cases D12: parts at two versions, each log-prob as received, the budget lowered by what is there."""
     budget, ids, logprobs, numbers = 400, [], [], []
     for part, version in enumerate((V0, V1)):
@@ -311,12 +334,12 @@ async def test_an_interrupted_answer_is_resumed_within_its_budget(client, versio
     first = numbers.count(0)
     assert 0 < first < len(ids) <= budget
     assert len(ids) == len(logprobs)
-    expected = reference_logprobs(versions[0], PROMPT, np.array(ids))[:first]
-    expected += reference_logprobs(versions[1], PROMPT, np.array(ids))[first:]
+    expected = expected_logprobs(shared, versions[0], PROMPT, np.array(ids))[:first]
+    expected += expected_logprobs(shared, versions[1], PROMPT, np.array(ids))[first:]
     assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
-async def test_a_live_engine_equals_a_fresh_one_after_an_update(client, versions, tmp_path):
+async def test_a_live_engine_equals_a_fresh_one_after_an_update(shared, client, versions, tmp_path):
     """Cases D14: no cached prefix of other weights."""
     prompt = np.arange(3, 103, dtype=np.int32)
     greedy = sampling(8, temperature=0.0)
@@ -325,7 +348,7 @@ async def test_a_live_engine_equals_a_fresh_one_after_an_update(client, versions
     await client.update_weights(versions[2], V1, flush_cache=True)
     await client.resume()
     live = await client.generate(prompt, greedy, new_id())
-    expected = reference_logprobs(versions[2], prompt, live.token_ids())
+    expected = expected_logprobs(shared, versions[2], prompt, live.token_ids())
     assert live.cached_tokens == 0
     assert live.segments[0].logprobs.tolist() == pytest.approx(expected, abs=1e-4)
     pairs = zip(live.segments[0].logprobs, old.segments[0].logprobs, strict=False)
@@ -359,8 +382,9 @@ async def test_a_failed_update_leaves_the_weights_unknown_until_a_full_one_succe
 
 
 @pytest.mark.not_on("torch", "checks files itself; see the test above")
+@pytest.mark.not_on("emulated", "checks files itself; see the test above")
 @pytest.mark.parametrize("fault", ["truncated", "a tensor is missing"])
-async def test_a_file_that_would_harm_the_engine_is_kept_from_it_and_it_serves_on(client, versions, tmp_path, fault):
+async def test_a_file_that_would_harm_the_engine_is_kept_from_it_and_it_serves_on(shared, client, versions, tmp_path, fault):
     whole = versions[1] / "model.safetensors"
     broken = tmp_path / "model.safetensors"
     if fault == "truncated":
@@ -375,7 +399,7 @@ async def test_a_file_that_would_harm_the_engine_is_kept_from_it_and_it_serves_o
     await client.resume()
     answer = await client.generate(PROMPT, sampling(4, temperature=0.0), new_id())
     assert answer.segments[0].logprobs.tolist() == pytest.approx(
-        reference_logprobs(versions[0], PROMPT, answer.token_ids()), abs=1e-4
+        expected_logprobs(shared, versions[0], PROMPT, answer.token_ids()), abs=1e-4
     )
 
 

@@ -60,7 +60,7 @@ class Session:
 
     def __init__(self, folder, during):
         self.spool, self.saved_step, self.during = ReplaySpool(folder), 0, during
-        self.algorithm = SimpleNamespace(keeps=lambda group: True)
+        self.keeps = lambda group: True
 
     def train(self, groups, step):
         skipped = self.during(step)

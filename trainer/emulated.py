@@ -1,0 +1,111 @@
+"""A trainer that only pretends: steps take the seconds of a table, and a step's weights are the model's, slightly scaled.
+
+Everything around it is real: batches and their staleness, the spool, publishing, resuming, checkpoints (of the step and the
+data cursor; weights follow from the step). It trains nothing, and has one rank.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from laminar.config.root import LaminarConfig
+from laminar.errors import ConfigError
+from laminar.experience.answers import Frontier
+from laminar.types import Trajectory
+from trainer.batch_metrics import batch_metrics
+from trainer.checkpoint_folder import EXTRA, begin, complete, find_latest, oldest_step, read_extra
+from trainer.progress import Progress
+from trainer.spool import ReplaySpool
+from trainer.spool_file import SpooledStep
+from trainer.step import Groups, StepReport
+
+logger = logging.getLogger("laminar.trainer.emulated")
+
+WEIGHTS_NAME = "model.safetensors"
+GROWTH_PER_STEP = 1e-3
+"""Share by which a step scales the weights, so that versions differ."""
+
+
+class EmulatedSession:
+    """Takes the place of a `TrainingSession`.
+
+    Args:
+        config: the run's settings; `model.path` holds one `model.safetensors`.
+        checkpoints: the run's folder for them.
+
+    Raises:
+        ConfigError: the model's weights are not in one file.
+    """
+
+    def __init__(self, config: LaminarConfig, checkpoints: Path) -> None:
+        weights = Path(config.model.path) / WEIGHTS_NAME
+        if not weights.is_file():
+            raise ConfigError(
+                f"trainer.kind is 'emulated', but {weights} is not there: it needs the weights in that one file"
+            )
+        self._config, self._checkpoints = config, checkpoints
+        self._initial = load_file(weights)
+        self.spool = ReplaySpool(checkpoints)
+        self.progress, self.frontier = _resume(checkpoints)
+        self.saved_step = self._step = self.progress.step
+        self.replayed: list[SpooledStep] = []
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the present step."""
+        factor = 1 + GROWTH_PER_STEP * self._step
+        return ((name, tensor * factor) for name, tensor in self._initial.items())
+
+    def keeps(self, group: Sequence[Trajectory]) -> bool:
+        """Every group."""
+        return True
+
+    def replay(self, said: Callable[[SpooledStep, StepReport], None]) -> None:
+        """Take the spooled steps after the checkpoint as trained."""
+        self.replayed = list(self.spool.find_replayable(self.progress.step))
+        for header in self.replayed:
+            said(header, self._report(self.spool.read(header.step), header.step))
+        if self.replayed:
+            self.progress, self.frontier = self.replayed[-1].progress, self.replayed[-1].frontier
+        self._step = self.progress.step
+        self.spool.remove_above(self._step)
+
+    def train(self, groups: Groups, step: int) -> StepReport:
+        """Sleep as long as the step takes."""
+        table = self._config.trainer.emulated.step_seconds
+        time.sleep(table[(step - 1) % len(table)])
+        self._step = step
+        return self._report(groups, step)
+
+    def save(self, progress: Progress, frontier: Frontier) -> None:
+        """Save step and data cursor."""
+        folder = begin(self._checkpoints, progress.step)
+        (folder / EXTRA).write_text(json.dumps({"progress": asdict(progress), "frontier": frontier.to_json()}))
+        complete(self._checkpoints, progress.step, {"emulated": True}, self._config.checkpoint.keep)
+        self.saved_step = progress.step
+        self.spool.prune(oldest_step(self._checkpoints))
+
+    def follow(self) -> None:
+        """There is one rank."""
+
+    def dismiss(self) -> None:
+        """There is one rank."""
+
+    def _report(self, groups: Groups, step: int) -> StepReport:
+        tokens = sum(trajectory.num_sampled_tokens for group in groups for trajectory in group)
+        metrics = batch_metrics(groups, step - 1) | {"train/tokens": float(tokens)}
+        return StepReport(step, metrics, tokens, None)
+
+
+def _resume(checkpoints: Path) -> tuple[Progress, Frontier | None]:
+    path = find_latest(checkpoints)
+    if path is None:
+        return Progress(), None
+    logger.info("resumed from %s", path)
+    extra = read_extra(path)
+    return Progress(**extra["progress"]), Frontier.from_json(extra["frontier"])
