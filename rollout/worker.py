@@ -68,6 +68,7 @@ class RolloutWorker:
     def __init__(self, context: RoleContext, config: LaminarConfig) -> None:
         self._context, self._config = context, config
         self._rollout = config.rollout
+        self._max_in_flight = config.rollout.max_in_flight_groups
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
         self._stopping = asyncio.Event()
@@ -134,6 +135,10 @@ class RolloutWorker:
         self._stopping.set()
         await self._left.wait()
 
+    async def limit_in_flight(self, num_groups: int) -> None:
+        """Play at most so many groups at once from now on; those that are being played go on."""
+        self._max_in_flight = num_groups
+
     async def evaluate(self, prompts: list[bytes], min_number: int) -> EvaluationResult:
         """Answer held-out prompts with one version of at least this number; the next swap is held until the items end.
 
@@ -169,7 +174,7 @@ class RolloutWorker:
         Unblocked by: a group's end, a swap's end, a published step.
         """
         while True:
-            room = self._rollout.max_in_flight_groups - len(self._groups)
+            room = self._max_in_flight - len(self._groups)
             version = self._replica.version
             granted = 0
             if room > 0 and version is not None and not self._replica.is_closed:

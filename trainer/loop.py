@@ -121,7 +121,7 @@ class TrainingLoop:
     async def _step(self, batch: Batch, frontier: Frontier) -> None:
         """One batch: train, commit, publish the next number, let the payloads go, report."""
         step, started = self.progress.step + 1, time.time()
-        report = await self.in_thread(self._train, batch.groups, step)
+        report = await self.in_thread(self._train, batch.groups, step, batch.oldest_trained)
         seconds = await self._commit(batch, frontier, report)
         published = await self._hand_over(step)
         if report.skipped_reason:
@@ -142,7 +142,7 @@ class TrainingLoop:
             skipped_steps=self.progress.skipped_steps + bool(report.skipped_reason),
         )
         groups = tuple(map(SpooledGroup, batch.group_ids, batch.occurrences))
-        header = SpooledStep(after, frontier, batch_digest(batch.groups), groups)
+        header = SpooledStep(after, frontier, batch_digest(batch.groups), groups, oldest_trained=batch.oldest_trained)
         await self.in_thread(self._session.spool.commit, header, batch.groups)
         self._spool_seconds = time.monotonic() - now
         for field in fields(after):
@@ -166,9 +166,9 @@ class TrainingLoop:
         await self._steps.repeat()
         return published
 
-    def _train(self, groups: tuple[Group, ...], step: int) -> StepReport:
+    def _train(self, groups: tuple[Group, ...], step: int, oldest_trained: int) -> StepReport:
         self._publisher.supersede()  # in the same thread: a skipped version is never offered with later weights
-        return self._session.train(groups, step)
+        return self._session.train(groups, step, oldest_trained)
 
     def _metrics(
         self, batch: Batch, report: StepReport, published: Published, step: int, seconds: float

@@ -75,10 +75,10 @@ class TrainingSession:
         if self.replayed:
             self.progress, self.frontier = self.replayed[-1].progress, self.replayed[-1].frontier
 
-    def train(self, groups: Groups, step: int) -> StepReport:
-        """Rank 0: train a step, all ranks together."""
+    def train(self, groups: Groups, step: int, oldest_trained: int | None = None) -> StepReport:
+        """Rank 0: train a step, all ranks together; see `train_step`."""
         self._command(f"train {step}")
-        return train_step(self.engine, self.algorithm, groups, step)
+        return train_step(self.engine, self.algorithm, groups, step, oldest_trained=oldest_trained)
 
     def save(self, progress: Progress, frontier: Frontier) -> None:
         """Rank 0: save a checkpoint, all ranks together; then let spooled steps go that no kept checkpoint needs.

@@ -59,6 +59,8 @@ async def _from_buffer(state: RunState) -> dict[str, Any]:
         return {"data module": f"not reachable: {error}"}
     return {
         "published": str(snapshot.published),
+        "rollouts": "paused" if snapshot.is_paused else "admitting",
+        "max_staleness": "unbounded" if snapshot.max_staleness is None else snapshot.max_staleness,
         "outstanding_groups": len(snapshot.headers),
         "trajectories": ", ".join(f"{name} {value}" for name, value in asdict(snapshot.counters).items()),
     }

@@ -15,6 +15,8 @@ from laminar.telemetry.view import RunView
 logger = logging.getLogger("laminar.observer")
 
 POLL_SECONDS = 0.25
+MARKED = ("control", "notice")
+"""Kinds of events that are kept as marks beside the steps, to be shown on plots."""
 
 
 class Observer:
@@ -67,6 +69,9 @@ class Observer:
             self._write("step", self.view.step, {"time": event.time, "batch": event.fields["batch"], **metrics})
         elif event.kind == "evaluation":
             self._write("evaluation", int(event.fields["step"]), {"time": event.time, **event.metrics})
+        elif event.kind in MARKED:
+            mark = {"time": event.time, "what": event.kind, "text": f"{event.role}: {event.fields.get('text', '')}"}
+            self._write("mark", self.view.step, mark)
         self._on_event(event)
 
     def _write(self, kind: str, step: int, values: dict[str, object]) -> None:

@@ -83,7 +83,7 @@ class RunView:
                 if event.fields.get("lineage", 0):
                     self.restores = [*self.restores[-9:], str(event.fields["text"])]
                     self.notices = [*self.notices[-49:], self.restores[-1]]
-            case "notice":
+            case "notice" | "control":
                 self.notices = [*self.notices[-49:], f"{event.role}: {event.fields.get('text', '')}"]
         return {}
 

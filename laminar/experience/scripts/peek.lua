@@ -13,6 +13,8 @@ return {
     end_of_data = end_of_data(),
     held = call('HLEN', HELD),
     reserved = run.reserved,
+    paused = run.paused == 1,
+    bound = run.bound,
     counters = flat_counters,
   }),
   call('HVALS', HEADERS),
