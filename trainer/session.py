@@ -96,11 +96,17 @@ class TrainingSession:
         self._command("dismiss 0")
         self.engine.ranks.leave()
 
-    def follow(self) -> None:
-        """Other ranks: do what rank 0 announces, until dismissed."""
+    def follow(self, note: Callable[[str], None] = lambda state: None) -> None:
+        """Other ranks: do what rank 0 announces, until dismissed.
+
+        Args:
+            note: hears what the rank does: `wait`, `train` or `checkpoint`.
+        """
         ranks = self.engine.ranks
         while True:
+            note("wait")
             word, number = ranks.decide(lambda: b"").decode().split()
+            note("checkpoint" if word == "save" else "train" if word == "train" else "wait")
             match word:
                 case "train":
                     train_step(self.engine, self.algorithm, None, int(number), fetch=self._fetch)

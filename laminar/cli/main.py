@@ -10,6 +10,7 @@ import typer
 
 from laminar.cli import check as check_command
 from laminar.cli import control as control_commands
+from laminar.cli import dashboard as dashboard_command
 from laminar.cli import explain as explain_command
 from laminar.cli import logs as logs_command
 from laminar.cli import run as run_commands
@@ -25,6 +26,7 @@ app.command(name="pause")(control_commands.pause)
 app.command(name="unpause")(control_commands.unpause)
 app.command(name="set")(control_commands.set_value)
 app.command(name="logs")(logs_command.logs)
+app.command(name="dashboard")(dashboard_command.dashboard)
 app.command(name="check")(check_command.check)
 app.command(name="explain")(explain_command.explain)
 

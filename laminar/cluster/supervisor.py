@@ -182,7 +182,9 @@ class Supervisor:
         view = self.outcome.view
         telemetry = TelemetryWriter(self._redis, context.run_id, "supervisor")
         reader = TelemetryReader(self._redis, context.run_id)
-        observer = Observer(reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view))
+        observer = Observer(
+            reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view), self._folder
+        )
         self._say(f"starting the trainer and {self._config.rollout.num_workers} rollout worker(s)")
         crew = Crew(self._config, context, telemetry, self._say, self._note_process)
         self.outcome.restarts = crew.restarts

@@ -153,6 +153,10 @@ class MetricsConfig(Section):
 
     panel: Literal["auto", "on", "off"] = "auto"
     """Live panel in the terminal; `auto` shows it when the output is a terminal."""
+    trajectory_rate: float = Field(0.1, ge=0, le=1)
+    """Share of groups whose trajectories are kept in the run folder, to be read by people."""
+    max_trajectory_bytes: int = Field(1024**3, ge=1)
+    """Size of these records on disk; the oldest are deleted."""
 
 
 class ClusterConfig(Section):
