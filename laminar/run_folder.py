@@ -28,6 +28,7 @@ class RunState:
         reason: why it stopped or failed, in a sentence.
         lives: how many times it was started or resumed.
         roles: process id of each role that was started, by name.
+        dashboard_url: of the dashboard that `run` serves; empty if it serves none.
     """
 
     run_id: str
@@ -39,6 +40,7 @@ class RunState:
     started_at: float = 0.0
     lives: int = 1
     roles: dict[str, int] = field(default_factory=dict)
+    dashboard_url: str = ""
     format_version: int = FORMAT_VERSION
 
 

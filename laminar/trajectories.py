@@ -10,7 +10,7 @@ Invariants: a file is only ever appended to, or deleted whole; a torn last membe
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class TrajectoryFolder:
     def summaries(self) -> list[Summary]:
         """All records, newest first."""
         self._refresh()
-        found = [self._with_step(s) for file in self._files.values() for s in file.summaries]
+        found = [summary for file in self._files.values() for summary in file.summaries]
         return sorted(found, key=lambda summary: summary.time, reverse=True)
 
     def find(self, trajectory_id: str) -> Summary | None:
@@ -89,12 +89,10 @@ class TrajectoryFolder:
                 return {**record, "step": summary.step, "staleness": summary.staleness}
         return None
 
-    def _with_step(self, summary: Summary) -> Summary:
-        step = self._steps.get(summary.group_id)
-        if step is None or summary.failure:
-            return summary
-        values = {name: getattr(summary, name) for name in Summary.__slots__}
-        return Summary(**{**values, "step": step, "staleness": step - 1 - summary.oldest})
+    def _note_steps(self, file: _File) -> None:
+        for place, summary in enumerate(file.summaries):
+            if summary.step is None and not summary.failure and (step := self._steps.get(summary.group_id)) is not None:
+                file.summaries[place] = replace(summary, step=step, staleness=step - 1 - summary.oldest)
 
     def _refresh(self) -> None:
         paths = {path.name: path for path in sorted(self._folder.glob("*.jsonl.gz"))}
@@ -109,6 +107,8 @@ class TrajectoryFolder:
                     ]
                     known.read_bytes = end
         self._read_steps()
+        for file in self._files.values():
+            self._note_steps(file)
 
     def _read_steps(self) -> None:
         path = self._folder / STEPS

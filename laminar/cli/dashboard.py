@@ -19,8 +19,9 @@ def dashboard(
     """Serve a page on a run until Ctrl-C."""
     import socket
 
+    from laminar.dashboard.address import allowed_hosts, bind, url_of
     from laminar.dashboard.app import make_app
-    from laminar.dashboard.serve import allowed_hosts, bind, serve, url_of
+    from laminar.dashboard.serve import serve
     from laminar.dashboard.source import RunSource
 
     folder = RunFolder.open(Path(run))

@@ -13,7 +13,9 @@ from laminar.cli import control as control_commands
 from laminar.cli import dashboard as dashboard_command
 from laminar.cli import explain as explain_command
 from laminar.cli import logs as logs_command
+from laminar.cli import report as report_command
 from laminar.cli import run as run_commands
+from laminar.cli import show as show_command
 from laminar.cli import status as status_command
 from laminar.errors import LaminarError
 
@@ -27,6 +29,8 @@ app.command(name="unpause")(control_commands.unpause)
 app.command(name="set")(control_commands.set_value)
 app.command(name="logs")(logs_command.logs)
 app.command(name="dashboard")(dashboard_command.dashboard)
+app.command(name="show")(show_command.show)
+app.command(name="report")(report_command.report)
 app.command(name="check")(check_command.check)
 app.command(name="explain")(explain_command.explain)
 

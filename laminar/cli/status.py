@@ -36,6 +36,8 @@ def collect(folder: RunFolder) -> dict[str, Any]:
     words = state.status if alive or state.status in ("finished", "stopped", "failed") else f"dead while {state.status}"
     facts: dict[str, Any] = {"run": state.run_id, "status": words, "reason": state.reason, "lives": state.lives}
     steps = [line for line in read_lines(folder.metrics) if line["kind"] == "step"] if folder.metrics.exists() else []
+    if alive and state.dashboard_url:
+        facts["dashboard"] = state.dashboard_url
     if steps:
         last = steps[-1]
         facts |= {

@@ -25,6 +25,7 @@ import redis.exceptions
 
 from laminar.cluster.control_desk import ControlDesk
 from laminar.cluster.crew import STOP_SECONDS, Crew
+from laminar.cluster.dashboard_process import DashboardProcess
 from laminar.cluster.data import RunData, load_run_data
 from laminar.cluster.data_keeper import DataKeeper
 from laminar.cluster.evaluation import Evaluations
@@ -105,7 +106,7 @@ class Supervisor:
             raise
         finally:
             self.outcome.seconds = time.monotonic() - started
-            self._folder.update_state(status=self.outcome.status, reason=self.outcome.reason, redis_url="")
+            self._folder.update_state(status=self.outcome.status, reason=self.outcome.reason, redis_url="", dashboard_url="")
         return self.outcome
 
     def _begin_life(self) -> RunState:
@@ -128,6 +129,7 @@ class Supervisor:
         stack.callback(sentinel.dismiss)
         stack.callback(end_processes, state.run_id, STOP_SECONDS)
 
+        self._serve_dashboard(stack)
         self._config = await asyncio.to_thread(with_local_model, self._config)
         data = await asyncio.to_thread(load_run_data, self._config, self._config_folder)
         self._say(f"{len(data.prompts)} prompts" + (f", {len(data.held_out)} held out" if data.held_out else ""))
@@ -149,6 +151,15 @@ class Supervisor:
         self._catch_signals(stack)  # again, for Ray puts its own handler in place
         context = RoleContext("supervisor", state.run_id, state.token, url, self._folder.path.resolve())
         return data, context
+
+    def _serve_dashboard(self, stack: AsyncExitStack) -> None:
+        if self._config.dashboard.enabled:
+            log = self._folder.logs / "dashboard.log"
+            dashboard = DashboardProcess(self._config.dashboard, self._folder.path, log)
+            stack.callback(dashboard.stop)
+            self._folder.update_state(dashboard_url=dashboard.url)
+            self._note_process("dashboard", dashboard.pid)
+            self._say(f"dashboard: {dashboard.url}")
 
     def _catch_signals(self, stack: AsyncExitStack) -> None:
         loop, main = asyncio.get_running_loop(), asyncio.current_task()

@@ -159,6 +159,17 @@ class MetricsConfig(Section):
     """Size of these records on disk; the oldest are deleted."""
 
 
+class DashboardConfig(Section):
+    """`[dashboard]`: the page on the run, served while it lives; `laminar dashboard RUN` serves it at any time."""
+
+    enabled: bool = False
+    """Serve it."""
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address to bind. Anything but loopback lets whoever reaches it read the run; control needs the token in any case."""
+    port: int = Field(7860, ge=0, le=65535)
+    """Port; 0: any free one, which is printed."""
+
+
 class ClusterConfig(Section):
     """`[cluster]`: where processes run."""
 

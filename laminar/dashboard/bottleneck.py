@@ -65,28 +65,28 @@ def _lack_of_tokens(replica: Shares, staleness_mean: float | None, bound: int | 
     def share(*states: str) -> float:
         return sum(replica.get(state, 0.0) for state in states)
 
-    if share("idle_bytes") >= MUCH:
-        return f"the buffer's bytes hold rollouts back {percent(share('idle_bytes'))}; raise experience.max_bytes"
-    if share("idle_staleness") >= MUCH:
-        return (
-            f"rollouts stand still {percent(share('idle_staleness'))}, held back by the bound; raise staleness.max_staleness"
-        )
-    if share("restart", "start") >= MUCH:
-        return f"engines are being started {percent(share('restart', 'start'))} of the time; read their logs"
-    if share("swap", "drain") >= MUCH:
-        swapping = percent(share("swap", "drain"))
-        return (
-            f"engines take weights {swapping} of the time; set rollout.weight_update to in_flight, or train larger batches"
-        )
-    if share("environment") >= MUCH and share("environment") >= share("decode"):
-        waiting = percent(share("environment"))
-        return f"rollouts wait {waiting} for environments and rewards; make those faster, or raise the in-flight limit"
+    slowest = max(
+        (("idle_bytes",), ("idle_staleness",), ("restart", "start"), ("swap", "drain"), ("environment",), ("decode",)),
+        key=lambda states: share(*states),
+    )
+    if slowest != ("decode",) and share(*slowest) >= MUCH:
+        return _remedy(slowest[0], percent(share(*slowest)))
     if share("idle_end_of_data", "idle_not_ready") >= MUCH:
         return "there is nothing to play: the data is at its end, or the run is being restored"
     text = "add rollouts, or raise the in-flight limit"
     if bound is not None and staleness_mean is not None and staleness_mean <= bound / 2:
         text += f"; staleness (mean {staleness_mean:.1f}) is far below its bound of {bound}"
     return text
+
+
+def _remedy(state: str, share: str) -> str:
+    return {
+        "idle_bytes": f"the buffer's bytes hold rollouts back {share}; raise experience.max_bytes",
+        "idle_staleness": f"rollouts stand still {share}, held back by the bound; raise staleness.max_staleness",
+        "restart": f"engines are being started {share} of the time; read their logs",
+        "swap": f"engines take weights {share} of the time; train larger batches, so that versions come less often",
+        "environment": f"rollouts wait {share} for environments and rewards; speed those up, or raise the in-flight limit",
+    }[state]
 
 
 def percent(share: float) -> str:

@@ -3,7 +3,6 @@
 Invariants: secrets of the config leave here only starred; nothing here changes the run.
 """
 
-import re
 import shutil
 import time
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Any
 
 from laminar.cli.logs import find_logs, last_lines
 from laminar.config.load import load_config, read_toml
+from laminar.config.redact import redact
 from laminar.config.root import LaminarConfig
 from laminar.config.toml_text import format_document
 from laminar.dashboard.alerts import Facts, find_alerts
@@ -18,7 +18,6 @@ from laminar.dashboard.bottleneck import bottleneck
 from laminar.dashboard.history import History
 from laminar.dashboard.live import LiveFeed, describe_buffer
 from laminar.dashboard.prometheus import Sample, render_metrics
-from laminar.experience.client import hide_password
 from laminar.run_folder import RunFolder
 from laminar.trajectories import TrajectoryFolder
 
@@ -27,7 +26,6 @@ EARLIER_STEPS = 50
 WINDOW_SECONDS = 120.0
 STATE_SECONDS = 0.5
 TRAINER = "trainer-0"
-_SECRET = re.compile(r"(^|_)(password|secret|token|api_key|key|credentials?)$", re.IGNORECASE)
 
 
 class RunSource:
@@ -201,17 +199,6 @@ class RunSource:
             for alert in {a["name"]: a for a in state["alerts"]}.values()
         ]
         return render_metrics(samples, extra)
-
-
-def redact(value: Any, key: str = "") -> Any:
-    """A copy with passwords, tokens and keys starred."""
-    if isinstance(value, dict):
-        return {name: redact(inner, name) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [redact(inner, key) for inner in value]
-    if isinstance(value, str) and value:
-        return "***" if _SECRET.search(key) else hide_password(value) if "://" in value else value
-    return value
 
 
 def _drawable(known: Any, begin: float, resolution: float) -> list[list[Any]]:

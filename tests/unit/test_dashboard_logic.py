@@ -5,13 +5,13 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from laminar.config.redact import redact
 from laminar.dashboard.alerts import Facts, find_alerts
 from laminar.dashboard.bottleneck import bottleneck, mean_shares
 from laminar.dashboard.history import History
 from laminar.dashboard.live import LiveView
 from laminar.dashboard.prometheus import render_metrics
 from laminar.dashboard.search import Search, search
-from laminar.dashboard.source import redact
 from laminar.telemetry.files import MetricsFile
 from laminar.telemetry.registry import METRICS
 from laminar.telemetry.stream import Event
@@ -36,8 +36,8 @@ def test_a_waiting_trainer_beside_busy_rollouts_asks_for_rollouts():
         ({"idle_staleness": 0.6, "decode": 0.4}, "raise staleness.max_staleness"),
         ({"idle_bytes": 0.6, "decode": 0.4}, "raise experience.max_bytes"),
         ({"environment": 0.7, "decode": 0.3}, "wait 70 % for environments"),
-        ({"swap": 0.2, "drain": 0.2, "decode": 0.6}, "in_flight"),
-        ({"restart": 0.5, "decode": 0.5}, "engines are being started"),
+        ({"swap": 0.3, "drain": 0.3, "decode": 0.4}, "take weights 60 %"),
+        ({"restart": 0.6, "decode": 0.4}, "engines are being started"),
     ],
 )
 def test_a_waiting_trainer_is_explained_by_what_rollouts_do(replica, words):

@@ -28,7 +28,9 @@ function route() {
     frame.page = pages[chosen].open(by("main"));
     document.title = `${pages[chosen].title} · Laminar`;
     for (const link of by("nav").children) {
-      if (link.dataset.page === chosen) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+      if (link.dataset.page !== chosen) { link.removeAttribute("aria-current"); continue; }
+      link.setAttribute("aria-current", "page");
+      by("nav").scrollLeft = link.offsetLeft - by("nav").clientWidth / 2;
     }
   }
   frame.page.show?.(argument);
@@ -56,7 +58,7 @@ function showFrame(state) {
   const status = by("status");
   const paused = state.buffer.is_paused ? ", paused" : "";
   status.textContent = state.run.status + paused;
-  status.className = `status ${state.run.is_alive ? (paused ? "warn" : "good") : state.run.status === "finished" ? "soft" : "bad"}`;
+  status.className = `status ${state.run.is_alive ? (paused ? "warn" : "good") : ["finished", "stopped"].includes(state.run.status) ? "soft" : "bad"}`;
   const link = by("nav").querySelector('[data-page="alerts"]');
   const count = state.alerts.length;
   if (link.dataset.count !== String(count)) {

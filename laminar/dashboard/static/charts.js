@@ -8,10 +8,10 @@ const open = new Set();
 export function redrawAll() { for (const chart of open) chart.rebuild(); }
 export function closeAll() { for (const chart of open) chart.close(); }
 
-function axes(unit) {
+function axes(unit, time) {
   const base = { stroke: css("--soft"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid") } };
-  const short = (value) => (Math.abs(value) >= 1e5 ? value.toExponential(0) : show(value, Math.abs(value) < 0.1 ? 3 : 2).replace(/\.?0+$/, ""));
-  return [{ ...base, size: 34 }, { ...base, size: 62, label: unit || undefined, labelSize: unit ? 18 : 0, values: (_, ticks) => ticks.map((t) => (t === 0 ? "0" : short(t))) }];
+  const short = (value) => (Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(0) : String(Number(value.toFixed(4))));
+  return [{ ...base, size: time ? 46 : 34 }, { ...base, size: 62, label: unit || undefined, labelSize: unit ? 18 : 0, values: (_, ticks) => ticks.map(short) }];
 }
 
 /* series: [{label, colour, dash, fill, width}]; data: [x, y0, y1, ...] */
@@ -35,7 +35,7 @@ export function lineChart({ title, note = "", unit = "", series, height = 200, t
     const options = {
       width: Math.max(200, plot.clientWidth || 400), height,
       scales: { x: { time }, y: range ? { range } : {} },
-      axes: axes(unit),
+      axes: axes(unit, time),
       legend: { live: true },
       cursor: { drag: { x: true, y: false } },
       hooks: { draw: [drawMarks] },
@@ -43,7 +43,7 @@ export function lineChart({ title, note = "", unit = "", series, height = 200, t
         label: one.label, stroke: one.colour ?? colour(place), width: one.width ?? 1.8, dash: one.dash, spanGaps: true,
         fill: one.fill ? one.colour ?? colour(place) : undefined, points: { show: one.points ?? undefined, size: 5 },
         paths: one.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
-        value: (_, value) => show(value),
+        value: (_, value) => (one.hidden ? "" : show(value)),
       }))],
     };
     chart.shown = new uPlot(options, chart.data, plot);
@@ -51,6 +51,7 @@ export function lineChart({ title, note = "", unit = "", series, height = 200, t
   chart.update = (data, marks = []) => {
     chart.data = data; chart.marks = marks;
     if (!chart.shown) chart.rebuild(); else chart.shown.setData(data);
+    if ((chart.shown.cursor.left ?? -1) < 0) chart.shown.setLegend({ idx: data[0].length - 1 });
     const last = data.slice(1).map((column, place) => `${series[place].label} ${show(column[column.length - 1])}`).join(", ");
     plot.setAttribute("aria-label", `${title}: now ${last}`);
   };

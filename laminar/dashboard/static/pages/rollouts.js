@@ -26,7 +26,7 @@ export function open(root) {
       }
       const times = [...new Set(roles.slice(0, 16).flatMap((role) => data[role].times))].sort((a, b) => a - b);
       drawn[name].chart.update([times, ...roles.slice(0, 16).map((role) => {
-        const at = new Map(data[role].times.map((time, place) => [time, data[role][name][place]]));
+        const at = new Map(data[role].times.map((time, place) => [time, data[role][name][place]]).filter(([, value]) => value !== null && value >= 0));
         return times.map((time) => at.get(time) ?? null);
       })]);
     }

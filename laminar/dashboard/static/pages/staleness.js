@@ -8,13 +8,13 @@ const MAX_BANDS = 8;
 export function open(root) {
   const lead = el("p", { class: "card" });
   const now = bars({ title: "Outstanding groups by age", note: "versions behind the newest", unit: "stage" });
-  const shares = lineChart({ title: "Trained trajectories by staleness", note: "stacked shares", range: [0, 1],
-    series: [...Array(MAX_BANDS).keys()].reverse().map((age) => ({ label: age === MAX_BANDS - 1 ? `${age} or more` : `${age}`, colour: colour(age), fill: true })) });
+  const place = el("div");
+  let shares = null, num = 0;
   const where = lineChart({ title: "Where staleness arises", unit: "versions", note: "means", series: [{ label: "in flight", colour: colour(0) }, { label: "in queue", colour: colour(4) }] });
   const lost = lineChart({ title: "Groups dropped for their age", note: "so far", series: [{ label: "dropped", colour: colour(1) }] });
   const masked = lineChart({ title: "Tokens masked for their age", unit: "tokens", series: [{ label: "masked", colour: colour(3) }] });
   const lengths = bars({ title: "Trained and dropped by length", note: "sampled tokens, at most; the last 100 points", unit: "outcome" });
-  root.append(el("h1", {}, title), lead, el("div", { class: "charts" }, now.element, shares.element, where.element, lengths.element, lost.element, masked.element));
+  root.append(el("h1", {}, title), lead, el("div", { class: "charts" }, now.element, place, where.element, lengths.element, lost.element, masked.element));
 
   return {
     metrics: ["staleness/*"],
@@ -26,12 +26,21 @@ export function open(root) {
       const most = ages ? Math.max(bound ?? 0, ...Object.values(ages).flatMap((counts) => Object.keys(counts).map(Number))) : 0;
       now.set(ages ? Object.entries(stages).map(([key, label], place) => ({ label, values: [...Array(most + 1).keys()].map((age) => ({ label: String(age), count: ages[key][age] ?? 0, colour: colour([0, 4, 2][place]) })) })) : []);
     },
-    onHistory(history) {
+    onHistory(history, state) {
       const { steps, columns: c, marks } = history, none = steps.map(() => null);
-      const counts = [...Array(MAX_BANDS).keys()].map(() => steps.map(() => 0));
+      const ages = Object.keys(c).map((name) => Number(name.match(/^staleness\/histogram_(\d+)$/)?.[1] ?? 0));
+      const wanted = Math.min(MAX_BANDS, 1 + Math.max(state.run.bound ?? 0, ...ages));
+      if (wanted !== num) {
+        shares?.close();
+        num = wanted;
+        shares = lineChart({ title: "Trained trajectories by staleness", note: "stacked shares", range: [0, 1],
+          series: [...Array(num).keys()].reverse().map((age) => ({ label: age === MAX_BANDS - 1 ? `${age} or more` : `${age}`, colour: colour(age), fill: true, hidden: true })) });
+        place.replaceChildren(shares.element);
+      }
+      const counts = [...Array(num).keys()].map(() => steps.map(() => 0));
       for (const [name, column] of Object.entries(c)) {
         const match = name.match(/^staleness\/histogram_(\d+)$/);
-        if (match) column.forEach((value, place) => { counts[Math.min(Number(match[1]), MAX_BANDS - 1)][place] += value || 0; });
+        if (match) column.forEach((value, place) => { counts[Math.min(Number(match[1]), num - 1)][place] += value || 0; });
       }
       const totals = steps.map((_, place) => counts.reduce((sum, column) => sum + column[place], 0) || 1);
       shares.update([steps, ...stacked(counts.map((column) => column.map((value, place) => value / totals[place]))).reverse()], marks);

@@ -43,10 +43,11 @@ export function open(root) {
     });
     c.fillStyle = text;
     const total = data.end - data.begin;
-    for (let part = 0; part <= 4; part++) {
-      const label = part === 4 ? "now" : `−${Math.round(total * (1 - part / 4))} s`;
-      c.textAlign = part === 4 ? "right" : "left";
-      c.fillText(label, left + (width - left - 8) * (part / 4), height - 10);
+    const parts = width < 600 ? 2 : 4;
+    for (let part = 0; part <= parts; part++) {
+      const label = part === parts ? "now" : `−${Math.round(total * (1 - part / parts))} s`;
+      c.textAlign = part === parts ? "right" : "left";
+      c.fillText(label, left + (width - left - 8) * (part / parts), height - 10);
     }
   }
   async function load() {
