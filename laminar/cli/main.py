@@ -11,6 +11,7 @@ import typer
 from laminar.cli import check as check_command
 from laminar.cli import control as control_commands
 from laminar.cli import dashboard as dashboard_command
+from laminar.cli import doctor as doctor_command
 from laminar.cli import explain as explain_command
 from laminar.cli import logs as logs_command
 from laminar.cli import report as report_command
@@ -31,6 +32,7 @@ app.command(name="logs")(logs_command.logs)
 app.command(name="dashboard")(dashboard_command.dashboard)
 app.command(name="show")(show_command.show)
 app.command(name="report")(report_command.report)
+app.command(name="doctor")(doctor_command.doctor)
 app.command(name="check")(check_command.check)
 app.command(name="explain")(explain_command.explain)
 

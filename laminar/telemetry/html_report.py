@@ -3,25 +3,12 @@
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib import resources
 from typing import Any
 
 from laminar.telemetry.panel import duration
 from laminar.telemetry.report import LAST_STEPS, mean_reward, reward_of, staleness_histogram
 from laminar.telemetry.svg import Line, plot
-
-STYLE = """
-:root{color-scheme:light dark;--t:#1b2430;--s:#54606e;--l:#d8dee6;--p:#fff;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#b0508c}
-@media(prefers-color-scheme:dark){:root{--t:#e8edf3;--s:#a6b3c2;--l:#323d4a;--p:#151b23;--c0:#4aa8e0;--c1:#ff8b4d;--c2:#3fcf9f;--c3:#e6a0c8}}
-body{font:15px/1.5 system-ui,"DejaVu Sans",sans-serif;color:var(--t);background:var(--p);max-width:1200px;margin:0 auto;padding:16px}
-h1{font-size:22px}h2{font-size:17px;margin-top:26px}table{border-collapse:collapse}th,td{text-align:left;padding:4px 14px 4px 0;
-border-bottom:1px solid var(--l);vertical-align:top}th{color:var(--s)}.plots{display:grid;gap:14px;
-grid-template-columns:repeat(auto-fill,minmax(min(440px,100%),1fr))}figure{margin:0;border:1px solid var(--l);border-radius:8px;padding:10px}
-figcaption{font-weight:600}svg{width:100%;height:auto}svg text{font-size:12px;fill:var(--s)}path{fill:none;stroke-width:1.8}
-.grid{stroke:var(--l)}.mark{stroke:var(--s);stroke-dasharray:2 4}path.k0{stroke:var(--c0)}path.k1{stroke:var(--c1)}path.k2{stroke:var(--c2)}
-path.k3{stroke:var(--c3)}.legend{margin:2px 0 0;font-size:13px}.key{margin-right:14px;border-left:14px solid;padding-left:6px}
-.key.k0{border-color:var(--c0)}.key.k1{border-color:var(--c1)}.key.k2{border-color:var(--c2)}.key.k3{border-color:var(--c3)}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:12.5px;border:1px solid var(--l);border-radius:8px;padding:10px}
-"""
 
 PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", "", (("mean of what was played", "reward/finished_mean"), ("of what was trained", "reward/mean"))),
@@ -70,10 +57,11 @@ def html_report(
     steps = [line for line in lines if line["kind"] == "step"]
     marks = [line for line in lines if line["kind"] == "mark"]
     title = f"Laminar run {run['id']}"
+    style = (resources.files("laminar.telemetry") / "report.css").read_text("utf-8")
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(written_at))
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>",
+        f"<title>{escape(title)}</title><style>{style}</style></head><body><h1>{escape(title)}</h1>",
         _table(_facts(run, steps, lines, when)),
         f'<h2>Course</h2><div class="plots">{"".join(_plots(steps, marks, bound))}</div>',
     ]

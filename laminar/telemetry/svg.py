@@ -1,4 +1,4 @@
-"""Line plots as SVG text (pure): for files that must show themselves without a script. Colours adapt to the reader's theme."""
+"""Line plots as SVG text (pure), for files that show themselves without a script; their style sheet gives the colours."""
 
 import math
 from collections.abc import Callable, Sequence
