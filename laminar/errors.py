@@ -4,6 +4,7 @@ LaminarError
 ├── ConfigError            a setting, a file or a data row that the user can mend (exit code 2)
 ├── EnvironmentSetupError  the machine lacks something: memory, a port, Redis, a program (exit code 3)
 ├── RunFailedError         a started run gave up, with the reason (exit code 4)
+├── RunNotAliveError       a run that should be alive is not, or does not answer (exit code 5)
 ├── InvariantError         a rule of the design was broken: a bug of ours, never caught
 ├── DeadlineError          a named wait ran out of time
 ├── ExperienceError        the data module refused a request
@@ -34,6 +35,12 @@ class RunFailedError(LaminarError):
     """A started run gave up."""
 
     exit_code = 4
+
+
+class RunNotAliveError(LaminarError):
+    """A run that should be alive is not, or does not answer."""
+
+    exit_code = 5
 
 
 class InvariantError(LaminarError):

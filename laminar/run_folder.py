@@ -1,6 +1,6 @@
 """A run's folder: the one place for its config, metrics, checkpoints, logs and state.
 
-    config.toml  metrics.jsonl  checkpoints/  logs/ROLE.log  redis/  state.json
+    config.toml  metrics.jsonl  timeline.jsonl  trajectories/  checkpoints/  logs/ROLE.log  redis/  state.json  report.html
 
 `state.json` says what `laminar status` needs: run id, process id, status, how to reach Redis. It is readable by its owner
 only, since the embedded server's address may hold a password.
@@ -28,6 +28,7 @@ class RunState:
         reason: why it stopped or failed, in a sentence.
         lives: how many times it was started or resumed.
         roles: process id of each role that was started, by name.
+        dashboard_url: of the dashboard that `run` serves; empty if it serves none.
     """
 
     run_id: str
@@ -39,6 +40,7 @@ class RunState:
     started_at: float = 0.0
     lives: int = 1
     roles: dict[str, int] = field(default_factory=dict)
+    dashboard_url: str = ""
     format_version: int = FORMAT_VERSION
 
 
@@ -51,6 +53,9 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.timeline = path / "timeline.jsonl"
+        self.trajectories = path / "trajectories"
+        self.report = path / "report.html"
         self.redis = path / "redis"
         self._state = path / "state.json"
 
@@ -61,7 +66,7 @@ class RunFolder:
         folder = cls(directory / f"{name}-{stamp}-{secrets.token_hex(2)}")
         try:
             folder.path.mkdir(parents=True, mode=0o700)  # the config may hold a Redis password
-            for path in (folder.checkpoints, folder.logs, folder.redis):
+            for path in (folder.checkpoints, folder.logs, folder.redis, folder.trajectories):
                 path.mkdir()
         except OSError as error:
             raise ConfigError(

@@ -14,11 +14,15 @@ from rollout.tokens import load_tokenizer
 
 
 class Player:
-    """Plays one member of a group at a time, as often as asked."""
+    """Plays one member of a group at a time, as often as asked.
+
+    Attributes:
+        tokenizer: the model's.
+    """
 
     def __init__(self, config: LaminarConfig, worker: str) -> None:
         self._config, self._worker = config, worker
-        self._tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+        self.tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         self._make_environment = build_environment_factory(config.environment)
         self._scorer = build_scorer(config.rewards)
 
@@ -39,7 +43,7 @@ class Player:
             engine=engine,
             make_environment=self._make_environment,
             scorer=self._scorer,
-            tokenizer=self._tokenizer,
+            tokenizer=self.tokenizer,
             sampling=sampling_for(self._config, purpose),
             run_seed=self._config.run.seed,
             wall_seconds=self._config.environment.wall_seconds,

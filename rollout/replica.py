@@ -18,6 +18,7 @@ from pathlib import Path
 
 from laminar.config.rollout import EngineConfig
 from laminar.errors import DeadlineError, EngineError, RelayError
+from laminar.telemetry.clock import StateClock
 from laminar.types import Int32Array, SamplingParameters, WeightVersion, sampled
 from relay.puller import Puller
 from rollout.engines.client import BrokenAnswerError, EngineClient, OnTokens
@@ -41,8 +42,10 @@ class Replica:
         self._process: EngineProcess | None = None
         self._client: EngineClient | None = None
         self._changed = asyncio.Condition()
-        self._open = 0
-        self._closed = False
+        self._open = self._requests = 0
+        self._closed = self._swapping = False
+        self._idle = "idle"
+        self.clock = StateClock("start")
         self._condemned = ""
         self.version: WeightVersion | None = None
         self.restarts = 0
@@ -58,6 +61,25 @@ class Replica:
         if self._client is None:
             raise EngineError("the engine is being restarted")
         return self._client
+
+    def say_idle(self, reason: str) -> None:
+        """Why nothing is to be done when nothing is done: the name of that state."""
+        self._idle = reason
+        self._note_state()
+
+    def _note_state(self) -> None:
+        """What the replica does now, for the clock."""
+        if self._swapping:
+            state = "swap"
+        elif self.version is None:
+            state = "restart" if self.restarts else "start"
+        elif self._closed:
+            state = "drain"
+        elif self._requests:
+            state = "decode"
+        else:
+            state = "environment" if self._open else self._idle
+        self.clock.enter(state)
 
     @property
     def num_open(self) -> int:
@@ -143,7 +165,8 @@ class Replica:
         client, engine_id = self.client, uuid.uuid4().hex
         on_tokens = None if on_segment is None else as_segments(on_segment, masked_heads=self._config.swap == "in_place")
         try:
-            return await client.generate(input_ids, sampling, engine_id, on_tokens)
+            with self._at_engine():
+                return await client.generate(input_ids, sampling, engine_id, on_tokens)
         except BrokenAnswerError as error:
             logger.info("request %s: %s; %d tokens are kept", request_id, error, error.received.num_tokens)
             await self.probe(client)
@@ -157,6 +180,16 @@ class Replica:
                     await client.abort(engine_id)
             logger.info("request %s was cancelled", request_id)
             raise
+
+    @contextlib.contextmanager
+    def _at_engine(self) -> Iterator[None]:
+        self._requests += 1
+        self._note_state()
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            self._note_state()
 
     async def probe(self, client: EngineClient | None = None) -> None:
         """Ask the engine whether it is well; one that is not gets no further requests, which would fail as well."""
@@ -185,17 +218,20 @@ class Replica:
         """Hold one open trajectory; a replica that is closed for a swap lets new ones wait."""
         async with self._changed:
             self._open += 1
+            self._note_state()
         try:
             yield
         finally:
             async with self._changed:
                 self._open -= 1
+                self._note_state()
                 self._changed.notify_all()
 
     @contextlib.asynccontextmanager
     async def close_for_swap(self, max_hold_seconds: float) -> AsyncIterator[bool]:
         """Admit nothing and wait until no trajectory is open; yields whether that happened in time."""
         self._closed = True
+        self._note_state()
         try:
             await self._wait_for(lambda: self._open == 0, "open trajectories to end before a swap", max_hold_seconds)
             drained = True
@@ -205,6 +241,7 @@ class Replica:
             yield drained
         finally:
             self._closed = False
+            self._note_state()
 
     async def swap(self, version: WeightVersion) -> None:
         """Give the engine a newer version: pause, update, verify, continue.
@@ -219,6 +256,7 @@ class Replica:
         if client is None or self.version is None:
             return
         with self._puller.lease(version) as path:
+            self._swapping = True
             await self._set_version(None)
             try:
                 await self._exchange_weights(client, path, version)
@@ -226,6 +264,8 @@ class Replica:
                 if self._client is client:
                     await self.condemn(str(error))
                 return
+            finally:
+                self._swapping = False
         if self._client is client:
             await self._set_version(version)
             self.last_swap_seconds = time.monotonic() - started
@@ -242,6 +282,7 @@ class Replica:
     async def _set_version(self, version: WeightVersion | None) -> None:
         async with self._changed:
             self.version = version
+            self._note_state()
             self._changed.notify_all()
 
     async def _wait_for(self, condition: Callable[[], bool], name: str, seconds: float) -> None:

@@ -46,6 +46,7 @@ from rollout.player import Player
 from rollout.recorder import PartialRecorder
 from rollout.replica import Replica
 from rollout.start_engine import engine_starter
+from rollout.trajectory_log import TrajectoryLog
 
 logger = logging.getLogger("laminar.rollout.worker")
 
@@ -68,6 +69,7 @@ class RolloutWorker:
     def __init__(self, context: RoleContext, config: LaminarConfig) -> None:
         self._context, self._config = context, config
         self._rollout = config.rollout
+        self._max_in_flight = config.rollout.max_in_flight_groups
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
         self._stopping = asyncio.Event()
@@ -92,10 +94,18 @@ class RolloutWorker:
         puller = open_puller(self._config.relay, self._context.run_id, self._context.node_id)
         await puller.wait_newer(None, self._config.run.no_progress_seconds)  # the trainer may replay before it publishes
         replica = Replica(self._rollout.engine, puller, engine_starter(self._context, self._config))
-        await self.equip(client, player, puller, replica)
+        await self.equip(client, player, puller, replica, self._open_log(player))
 
-    async def equip(self, client: Redis, player: Player, puller: Puller, replica: Replica) -> None:
+    def _open_log(self, player: Player) -> TrajectoryLog:
+        metrics, folder = self._config.metrics, self._context.run_folder / "trajectories"
+        max_bytes = metrics.max_trajectory_bytes // self._rollout.num_workers
+        return TrajectoryLog(folder, self._context.role, player.tokenizer, rate=metrics.trajectory_rate, max_bytes=max_bytes)
+
+    async def equip(
+        self, client: Redis, player: Player, puller: Puller, replica: Replica, log: TrajectoryLog | None = None
+    ) -> None:
         """Take its parts and start the engine; `start` makes the real ones."""
+        self._log = log
         self._redis, self._player, self._puller, self._replica = client, player, puller, replica
         self._store = ExperienceStore(client, self._context.run_id)
         self._pool, self._buffer = PromptPool(self._store), ExperienceBuffer(self._store)
@@ -116,6 +126,7 @@ class RolloutWorker:
         loops = [
             self._claim_groups(), self._follow_weights(), self._renew_leases(), self._follow_events(), self._keep_engine(),
             self._report(), self._recorder.run(),
+            *([self._log.run()] if self._log else []),
         ]  # fmt: skip
         try:
             async with asyncio.TaskGroup() as group:
@@ -133,6 +144,10 @@ class RolloutWorker:
         """Make `run` return, and wait until it has given its open groups back to the pool."""
         self._stopping.set()
         await self._left.wait()
+
+    async def limit_in_flight(self, num_groups: int) -> None:
+        """Play at most so many groups at once from now on; those that are being played go on."""
+        self._max_in_flight = num_groups
 
     async def evaluate(self, prompts: list[bytes], min_number: int) -> EvaluationResult:
         """Answer held-out prompts with one version of at least this number; the next swap is held until the items end.
@@ -159,6 +174,8 @@ class RolloutWorker:
         with contextlib.suppress(ExperienceError):
             await self._pool.give_back(self._context.role, list(self._held))
         await self._replica.kill()
+        if self._log:
+            self._log.write()
         await self._redis.aclose()
         self._left.set()
 
@@ -169,13 +186,14 @@ class RolloutWorker:
         Unblocked by: a group's end, a swap's end, a published step.
         """
         while True:
-            room = self._rollout.max_in_flight_groups - len(self._groups)
+            room = self._max_in_flight - len(self._groups)
             version = self._replica.version
             granted = 0
             if room > 0 and version is not None and not self._replica.is_closed:
                 claim = await self._pool.claim(self._context.role, version, room, self._rollout.lease_seconds)
                 granted = len(claim.groups)
                 self._note_full_buffer(claim.refused == "bytes" and not granted)
+                self._replica.say_idle(f"idle_{claim.refused}" if claim.refused else "idle")
                 for group in claim.groups:
                     self._held.add(group.group_id)
                     self._groups[group.group_id] = self._group.create_task(self._play_group(group))
@@ -246,6 +264,8 @@ class RolloutWorker:
     def _count(self, trajectory: Trajectory) -> None:
         """Count an outcome; stop when nearly all of the last ones failed for good."""
         self._num_ended += 1
+        if self._log:
+            self._log.add(trajectory)
         self._ended.append(trajectory)
         failed = [t.failure for t in self._ended if t.failure is not None]
         if len(self._ended) >= FAILURE_WINDOW // 4 and len(failed) > self._rollout.max_failure_ratio * len(self._ended):
@@ -328,7 +348,8 @@ class RolloutWorker:
     async def _report(self) -> None:
         """Say how the replica is doing."""
         while True:
-            await self._telemetry.emit("worker", await self._measure())
+            totals, spans = self._replica.clock.take()
+            await self._telemetry.emit("worker", await self._measure() | totals, fields={"spans": spans})
             await asyncio.sleep(REPORT_SECONDS)
 
     async def _measure(self) -> dict[str, float]:
@@ -339,6 +360,7 @@ class RolloutWorker:
             "worker/version_number": -1 if self._replica.version is None else self._replica.version.number,
             "experience/producer_wait_seconds": self._producer_wait_seconds,
             "worker/resumed_tokens": self._resumed_tokens,
+            "worker/records_left_out": self._log.left_out if self._log else 0,
             "worker/engine_restarts": self._replica.restarts,
             "weights/swap_seconds": self._replica.last_swap_seconds,
             **{f"rollout/failures_{kind}": count for kind, count in self._failures.items()},

@@ -75,7 +75,7 @@ class EmulatedSession:
         self._step = self.progress.step
         self.spool.remove_above(self._step)
 
-    def train(self, groups: Groups, step: int) -> StepReport:
+    def train(self, groups: Groups, step: int, oldest_trained: int | None = None) -> StepReport:
         """Sleep as long as the step takes."""
         table = self._config.trainer.emulated.step_seconds
         time.sleep(table[(step - 1) % len(table)])

@@ -20,6 +20,7 @@ from laminar.config.root import LaminarConfig
 from laminar.errors import ExperienceError, LaminarError, RunFailedError, first_error
 from laminar.experience.answers import Frontier
 from laminar.experience.buffer import ExperienceBuffer
+from laminar.telemetry.clock import StateClock
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import GroupState, WeightVersion
 from trainer.authority import Authority
@@ -52,6 +53,7 @@ class TrainingLoop:
         telemetry: TelemetryWriter,
         authority: Authority,
         thread: ThreadPoolExecutor,
+        clock: StateClock | None = None,
     ) -> None:
         self._config, self._session, self._publisher = config, session, publisher
         self._buffer, self._telemetry = buffer, telemetry
@@ -59,6 +61,7 @@ class TrainingLoop:
         self.progress = authority.progress
         self._source = BatchSource(config, buffer, session.keeps, self._say_waiting)
         self._thread = thread
+        self._clock = clock or StateClock("wait")
         self._stopping = False
         self._last_end: float | None = None
         self._spool_seconds = 0.0
@@ -111,6 +114,7 @@ class TrainingLoop:
     async def _next_batch(self) -> tuple[Batch, Frontier] | None:
         """A taken batch, and the data cursor once it is trained; None at the end, or when told to stop."""
         progress = self.progress
+        self._clock.enter("wait")
         while True:
             try:
                 batch = await self._source.next_batch(progress.lineage, progress.step + 1, lambda: self._stopping)
@@ -125,14 +129,19 @@ class TrainingLoop:
     async def _step(self, batch: Batch, frontier: Frontier) -> None:
         """One batch: train, commit, publish the next number, let the payloads go, report."""
         step, started = self.progress.step + 1, time.time()
-        report = await self.in_thread(self._train, batch.groups, step)
+        self._clock.enter("train")
+        report = await self.in_thread(self._train, batch.groups, step, batch.oldest_trained)
+        self._clock.enter("spool")
         seconds = await self._commit(batch, frontier, report)
+        self._clock.enter("publish")
         published = await self._hand_over(step)
         if report.skipped_reason:
             await self._say_skipped(report.skipped_reason)
         metrics = self._metrics(batch, report, published, step, seconds)
         digest = batch_digest(batch.groups)
-        await self._steps.add(metrics, {"train_started": started, "train_ended": time.time(), "batch": digest})
+        await self._steps.add(
+            metrics, {"train_started": started, "train_ended": time.time(), "batch": digest, "groups": batch.group_ids}
+        )
 
     async def _commit(self, batch: Batch, frontier: Frontier, report: StepReport) -> float:
         """Write the step into the spool; returns the seconds since the last step was written."""
@@ -148,7 +157,7 @@ class TrainingLoop:
             recent_rewards=self._recent_rewards(batch, report),
         )
         groups = tuple(map(SpooledGroup, batch.group_ids, batch.occurrences))
-        header = SpooledStep(after, frontier, batch_digest(batch.groups), groups)
+        header = SpooledStep(after, frontier, batch_digest(batch.groups), groups, oldest_trained=batch.oldest_trained)
         await self.in_thread(self._session.spool.commit, header, batch.groups)
         self._spool_seconds = time.monotonic() - now
         for field in fields(after):
@@ -188,9 +197,9 @@ class TrainingLoop:
         await self._steps.repeat()
         return published
 
-    def _train(self, groups: tuple[Group, ...], step: int) -> StepReport:
+    def _train(self, groups: tuple[Group, ...], step: int, oldest_trained: int) -> StepReport:
         self._publisher.supersede()  # in the same thread: a skipped version is never offered with later weights
-        return self._session.train(groups, step)
+        return self._session.train(groups, step, oldest_trained)
 
     def _metrics(
         self, batch: Batch, report: StepReport, published: Published, step: int, seconds: float
@@ -222,6 +231,7 @@ class TrainingLoop:
     async def _save(self) -> None:
         """Save a checkpoint: weights, optimizer, frontier and counters of the same step."""
         assert self._authority.frontier is not None
+        self._clock.enter("checkpoint")
         await self.in_thread(self._session.save, self.progress, self._authority.frontier)
 
     async def _keep_offering(self) -> None:
@@ -233,6 +243,7 @@ class TrainingLoop:
 
     async def _see_last_version_through(self) -> None:
         """At the end: offer the last version until it is complete, for it is what is evaluated."""
+        self._clock.enter("publish")
         deadline = time.monotonic() + LAST_OFFER_SECONDS
         while self._publisher.has_unpublished and time.monotonic() < deadline:
             await self.in_thread(self._publisher.offer_again)

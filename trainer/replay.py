@@ -45,7 +45,8 @@ def replay(
     for place in range(json.loads(ranks.decide(find))):
         step = after + 1 + place
         groups = spool.read(step)
-        report = train_step(engine, algorithm, groups, step, fetch=partial(_select, groups))
+        oldest_trained = row[place].oldest_trained if ranks.is_first else None
+        report = train_step(engine, algorithm, groups, step, fetch=partial(_select, groups), oldest_trained=oldest_trained)
         if ranks.is_first:
             said(row[place], report)
     if ranks.is_first:

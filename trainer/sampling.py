@@ -41,6 +41,7 @@ class Batch:
         seen_rewards: of all groups judged meanwhile, filtered ones included.
         num_judged: groups judged meanwhile; `num_kept` of them were kept, for this batch or a later one.
         dropped_lengths: trajectories evicted for their age since the last batch, by length; see `Counters`.
+        oldest_trained: tokens of versions below this number are not trained.
         snapshot: what the batch was drawn from.
     """
 
@@ -51,6 +52,7 @@ class Batch:
     num_judged: int
     num_kept: int
     dropped_lengths: dict[str, int]
+    oldest_trained: int
     snapshot: Snapshot
 
     def metrics(self) -> dict[str, float]:
@@ -109,6 +111,7 @@ class BatchSource:
         self._judged: dict[str, Group] = {}
         self._newest: dict[str, int] = {}
         self._dropped_before: Counter[str] | None = None
+        self._loosest_bound = config.staleness.bound
         self.dropped_groups = 0
         self.first_group_at: float | None = None
 
@@ -127,6 +130,7 @@ class BatchSource:
                     f"the data module stands at {snapshot.published if snapshot.is_open else 'no version'}, the trainer at "
                     f"{lineage}.{step - 1}"
                 )
+            self._note_bound(snapshot)
             if snapshot.headers and self.first_group_at is None:
                 self.first_group_at = time.monotonic()
             if self._dropped_before is None:
@@ -145,6 +149,11 @@ class BatchSource:
                 else:
                     await self._wait_for_due(snapshot, plan, step, wait)
         return None
+
+    def _note_bound(self, snapshot: Snapshot) -> None:
+        """Follow a bound that changes while the run lives; groups keep theirs, so the loosest one counts."""
+        if self._loosest_bound is not None and snapshot.max_staleness is not None:
+            self._loosest_bound = max(self._loosest_bound, snapshot.max_staleness)
 
     def _plan(self, snapshot: Snapshot, step: int) -> BatchPlan:
         return plan_batch(
@@ -199,7 +208,7 @@ class BatchSource:
 
     async def _evict_fully_masked(self, snapshot: Snapshot, step: int) -> bool:
         """Let groups go that have no token young enough for this step; returns whether there were any."""
-        oldest_trained = oldest_trained_number(step - 1, self._config.staleness.bound)
+        oldest_trained = oldest_trained_number(step - 1, self._loosest_bound)
         outstanding = {header.group_id for header in snapshot.headers if header.state is GroupState.READY}
         masked = [g for g, newest in self._newest.items() if g in outstanding and newest < oldest_trained]
         if masked:
@@ -226,6 +235,7 @@ class BatchSource:
             num_judged=wait.num_judged,
             num_kept=wait.num_judged - wait.num_filtered,
             dropped_lengths=dict(new_dropped),
+            oldest_trained=oldest_trained_number(step - 1, self._loosest_bound),
             snapshot=snapshot,
         )
 

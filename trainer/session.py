@@ -56,7 +56,7 @@ class Session(Protocol):
         """Train the spooled steps after the checkpoint again."""
         ...
 
-    def train(self, groups: Groups, step: int) -> StepReport:
+    def train(self, groups: Groups, step: int, oldest_trained: int | None = None) -> StepReport:
         """Train a step."""
         ...
 
@@ -124,10 +124,10 @@ class TrainingSession:
         if self.replayed:
             self.progress, self.frontier = self.replayed[-1].progress, self.replayed[-1].frontier
 
-    def train(self, groups: Groups, step: int) -> StepReport:
-        """Rank 0: train a step, all ranks together."""
+    def train(self, groups: Groups, step: int, oldest_trained: int | None = None) -> StepReport:
+        """Rank 0: train a step, all ranks together; see `train_step`."""
         self._command(f"train {step}")
-        return train_step(self.engine, self.algorithm, groups, step)
+        return train_step(self.engine, self.algorithm, groups, step, oldest_trained=oldest_trained)
 
     def save(self, progress: Progress, frontier: Frontier) -> None:
         """Rank 0: save a checkpoint, all ranks together; then let spooled steps go that no kept checkpoint needs.
@@ -145,11 +145,17 @@ class TrainingSession:
         self._command("dismiss 0")
         self.engine.ranks.leave()
 
-    def follow(self) -> None:
-        """Other ranks: do what rank 0 announces, until dismissed."""
+    def follow(self, note: Callable[[str], None] = lambda state: None) -> None:
+        """Other ranks: do what rank 0 announces, until dismissed.
+
+        Args:
+            note: hears what the rank does: `wait`, `train` or `checkpoint`.
+        """
         ranks = self.engine.ranks
         while True:
+            note("wait")
             word, number = ranks.decide(lambda: b"").decode().split()
+            note("checkpoint" if word == "save" else "train" if word == "train" else "wait")
             match word:
                 case "train":
                     train_step(self.engine, self.algorithm, None, int(number), fetch=self._fetch)

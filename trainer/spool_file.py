@@ -52,6 +52,7 @@ class SpooledStep:
         batch: digest of its sampled tokens, as logged.
         groups: in training order.
         checksum: of all frames, xxh3, 128 bits.
+        oldest_trained: tokens of versions below this number were not trained; None in files that do not say it.
     """
 
     progress: Progress
@@ -59,6 +60,7 @@ class SpooledStep:
     batch: str
     groups: tuple[SpooledGroup, ...]
     checksum: str = ""
+    oldest_trained: int | None = None
 
     @property
     def step(self) -> int:

@@ -43,7 +43,13 @@ class StepReport:
 
 
 def train_step(
-    engine: TrainerEngine, algorithm: Algorithm, groups: Groups | None, step: int, *, fetch: Fetch | None = None
+    engine: TrainerEngine,
+    algorithm: Algorithm,
+    groups: Groups | None,
+    step: int,
+    *,
+    fetch: Fetch | None = None,
+    oldest_trained: int | None = None,
 ) -> StepReport:
     """Train step number `step` on a batch; the weights before it are version `step - 1`.
 
@@ -53,6 +59,8 @@ def train_step(
         groups: complete groups; only rank 0's are read.
         step: from 1.
         fetch: how the other ranks get their groups; not needed with one rank.
+        oldest_trained: tokens of versions below this number are not trained; None: by the config's bound. Only rank 0's is
+            read.
 
     Raises:
         ConfigError: if a row exceeds the token budget (it names the trajectory), or the algorithm needs what there is not.
@@ -60,7 +68,7 @@ def train_step(
     missing = algorithm.needs - NEEDS
     if missing:
         raise ConfigError(f"trainer.algorithm needs {', '.join(sorted(missing))}, which this trainer does not provide")
-    plan = StepPlan.decode(engine.ranks.decide(lambda: _plan(engine, algorithm, groups, step).encode()))
+    plan = StepPlan.decode(engine.ranks.decide(lambda: _plan(engine, algorithm, groups, step, oldest_trained).encode()))
     rate = learning_rate(engine.config.trainer, step, engine.config.run.max_steps)
     totals, skipped_reason, mismatch = Totals(), plan.skipped, Mismatch()
     if skipped_reason is None:
@@ -75,11 +83,14 @@ def train_step(
     return StepReport(step, metrics, totals.trained_tokens, skipped_reason)
 
 
-def _plan(engine: TrainerEngine, algorithm: Algorithm, groups: Groups | None, step: int) -> StepPlan:
+def _plan(
+    engine: TrainerEngine, algorithm: Algorithm, groups: Groups | None, step: int, oldest_trained: int | None
+) -> StepPlan:
     if not groups:
         raise InvariantError(f"step {step}: rank 0 needs at least one group")
     trainer = engine.config.trainer
-    oldest_trained = oldest_trained_number(step - 1, engine.config.staleness.bound)
+    if oldest_trained is None:
+        oldest_trained = oldest_trained_number(step - 1, engine.config.staleness.bound)
     plan = plan_step(
         groups,
         algorithm,

@@ -21,6 +21,7 @@ from laminar.errors import DeadlineError
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.store import ExperienceStore
+from laminar.telemetry.clock import StateClock, emit_clock, report_clock
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import Trajectory
 from relay.publisher import Publisher
@@ -49,6 +50,7 @@ class TrainerRank:
         self._context, self._config, self._rank, self._meeting = context, config, rank, meeting
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._stop_asked = False
+        self._clock = StateClock("start")
 
     async def start(self) -> None:
         """Meet and load."""
@@ -64,20 +66,29 @@ class TrainerRank:
         May take as long as those steps took; each is told, and counts as progress.
         """
         self._telemetry = TelemetryWriter(self._redis, self._context.run_id, self._context.role)
+        self._clock.enter("restore")
         await self._in_thread(self._session.replay, self._say_replayed)
         if self._rank == 0:
             await self._open_lineage()
 
     async def run(self) -> dict[str, Any]:
         """Train to the end, or follow rank 0 there; returns its closing words."""
+        reporting = asyncio.create_task(report_clock(self._clock, self._telemetry))
+        try:
+            return await self._work()
+        finally:
+            reporting.cancel()
+            await emit_clock(self._clock, self._telemetry)
+            await self._redis.aclose()
+
+    async def _work(self) -> dict[str, Any]:
         if self._rank != 0:
-            await self._in_thread(self._session.follow)
+            await self._in_thread(self._session.follow, self._clock.enter)
             return {}
         if self._stop_asked:
             self._loop.stop()
         result = await self._loop.run()
         await self._in_thread(self._session.dismiss)
-        await self._redis.aclose()
         return result
 
     async def stop(self) -> None:
@@ -147,4 +158,4 @@ class TrainerRank:
         publisher = WeightPublisher(Publisher(weights, Path(self._config.model.path)), session.state_tensors)
         authority = Authority(buffer, publisher, weights.newest, telemetry, self._thread, session.progress, session.frontier)
         await authority.open(len(session.replayed))
-        self._loop = TrainingLoop(self._config, session, publisher, buffer, telemetry, authority, self._thread)
+        self._loop = TrainingLoop(self._config, session, publisher, buffer, telemetry, authority, self._thread, self._clock)

@@ -1,6 +1,7 @@
 """`laminar`: asynchronous RL post-training. Errors are one sentence, exit codes mean something.
 
-Exit codes: 0 done, 1 error, 2 a setting, file or row to mend, 3 the machine lacks something, 4 the run gave up, 130 stopped.
+Exit codes: 0 done, 1 error, 2 a setting, file or row to mend, 3 the machine lacks something, 4 the run gave up,
+5 the run is not alive or does not answer, 130 stopped.
 """
 
 import sys
@@ -8,8 +9,14 @@ import sys
 import typer
 
 from laminar.cli import check as check_command
+from laminar.cli import control as control_commands
+from laminar.cli import dashboard as dashboard_command
+from laminar.cli import doctor as doctor_command
 from laminar.cli import explain as explain_command
+from laminar.cli import logs as logs_command
+from laminar.cli import report as report_command
 from laminar.cli import run as run_commands
+from laminar.cli import show as show_command
 from laminar.cli import status as status_command
 from laminar.errors import LaminarError
 
@@ -17,6 +24,15 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split
 app.command(name="run")(run_commands.run)
 app.command(name="resume")(run_commands.resume)
 app.command(name="status")(status_command.status)
+app.command(name="stop")(control_commands.stop)
+app.command(name="pause")(control_commands.pause)
+app.command(name="unpause")(control_commands.unpause)
+app.command(name="set")(control_commands.set_value)
+app.command(name="logs")(logs_command.logs)
+app.command(name="dashboard")(dashboard_command.dashboard)
+app.command(name="show")(show_command.show)
+app.command(name="report")(report_command.report)
+app.command(name="doctor")(doctor_command.doctor)
 app.command(name="check")(check_command.check)
 app.command(name="explain")(explain_command.explain)
 

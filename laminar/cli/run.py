@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from laminar.cli.report import write_report
 from laminar.config.check import check_config
 from laminar.config.load import dump_toml, load_config
 from laminar.config.root import LaminarConfig
@@ -67,7 +68,11 @@ def live(settings: LaminarConfig, folder: RunFolder, config_folder: Path) -> Non
     show_panel = wanted == "on" or (wanted == "auto" and sys.stdout.isatty())
     with screen(console, settings, show_panel) as (on_event, say):
         supervisor = Supervisor(settings, folder, config_folder, lock, on_event, say)
-        outcome = _run_to_the_end(supervisor)
+        try:
+            outcome = _run_to_the_end(supervisor)
+        finally:
+            with contextlib.suppress(OSError):
+                write_report(folder, folder.report)
     console.print(closing_report(outcome_facts(outcome), read_lines(folder.metrics) if folder.metrics.exists() else []))
     if outcome.status == "stopped":
         raise typer.Exit(130)

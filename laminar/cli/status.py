@@ -36,6 +36,8 @@ def collect(folder: RunFolder) -> dict[str, Any]:
     words = state.status if alive or state.status in ("finished", "stopped", "failed") else f"dead while {state.status}"
     facts: dict[str, Any] = {"run": state.run_id, "status": words, "reason": state.reason, "lives": state.lives}
     steps = [line for line in read_lines(folder.metrics) if line["kind"] == "step"] if folder.metrics.exists() else []
+    if alive and state.dashboard_url:
+        facts["dashboard"] = state.dashboard_url
     if steps:
         last = steps[-1]
         facts |= {
@@ -59,6 +61,8 @@ async def _from_buffer(state: RunState) -> dict[str, Any]:
         return {"data module": f"not reachable: {error}"}
     return {
         "published": str(snapshot.published),
+        "rollouts": "paused" if snapshot.is_paused else "admitting",
+        "max_staleness": "unbounded" if snapshot.max_staleness is None else snapshot.max_staleness,
         "outstanding_groups": len(snapshot.headers),
         "trajectories": ", ".join(f"{name} {value}" for name, value in asdict(snapshot.counters).items()),
     }

@@ -6,13 +6,14 @@ or a run that gave up) end the run at once with their own sentence.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from laminar.cluster.ray_cluster import RoleProcess
+from laminar.cluster.ray_cluster import RoleDiedError, RoleProcess
 from laminar.cluster.relays import Relays
 from laminar.cluster.roles import RoleContext, RoleSpec, rollout_spec, trainer_specs
 from laminar.config.root import LaminarConfig
@@ -85,6 +86,14 @@ class Crew:
                 await self._workers_changed.wait_for(lambda: bool(self._workers))
             worker = self._workers[min(self._workers)]
             return await worker.call("evaluate", prompts, min_number)
+
+    async def limit_in_flight(self, num_groups: int) -> None:
+        """Let workers play at most so many groups at once, from now on and after their restarts."""
+        rollout = self._config.rollout.model_copy(update={"max_in_flight_groups": num_groups})
+        self._config = self._config.model_copy(update={"rollout": rollout})
+        for worker in list(self._workers.values()):
+            with contextlib.suppress(RoleDiedError):  # the one that takes its place is started with the new limit
+                await worker.call("limit_in_flight", num_groups)
 
     async def stop_training(self) -> None:
         """Ask the trainer to finish its step, save and return."""

@@ -27,8 +27,13 @@ class RunData:
         """Held-out prompts as they travel to a worker."""
         return [encode_prompt(prompt) for prompt in self.held_out]
 
-    async def put_into_pool(self, client: Any, run_id: str, config: LaminarConfig) -> None:
+    async def put_into_pool(self, client: Any, run_id: str, config: LaminarConfig, *, is_paused: bool = False) -> None:
         """Fill the prompt pool; doing it again changes nothing."""
+        await self.configure_pool(client, run_id, config, is_paused=is_paused)
+        await PromptPool(ExperienceStore(client, run_id)).add_prompts(self.prompts)
+
+    async def configure_pool(self, client: Any, run_id: str, config: LaminarConfig, *, is_paused: bool) -> None:
+        """Give the pool its settings; those of a living run may change."""
         pool = PromptPool(ExperienceStore(client, run_id))
         await pool.configure(
             num_prompts=len(self.prompts),
@@ -44,8 +49,8 @@ class RunData:
             shuffle=config.data.shuffle,
             exempt=config.staleness.policy == "mask",
             group_failure=config.rollout.group_failure,
+            is_paused=is_paused,
         )
-        await pool.add_prompts(self.prompts)
 
 
 def load_run_data(config: LaminarConfig, config_folder: Path) -> RunData:

@@ -34,6 +34,10 @@ class DataKeeper:
         client: of the server; survives its restarts, for the URL stays.
         restarts: counted here.
         say: for the user.
+
+    Attributes:
+        config: what is put back; replaced when a setting of the living run changes.
+        is_paused: put back as well.
     """
 
     def __init__(
@@ -47,7 +51,8 @@ class DataKeeper:
         telemetry: TelemetryWriter,
         say: Callable[[str], None],
     ) -> None:
-        self._server, self._client, self._data, self._run_id, self._config = server, client, data, run_id, config
+        self._server, self._client, self._data, self._run_id = server, client, data, run_id
+        self.config, self.is_paused = config, False
         self._restarts, self._telemetry, self._say = restarts, telemetry, say
 
     async def run(self) -> None:
@@ -66,13 +71,13 @@ class DataKeeper:
                 checks = 0
             if checks % CHECKS_PER_LOOK == 0 and await self._has_forgotten():
                 logger.warning("the server has forgotten the run; putting its settings and prompts back")
-                await self._data.put_into_pool(self._client, self._run_id, self._config)
+                await self._data.put_into_pool(self._client, self._run_id, self.config, is_paused=self.is_paused)
             checks += 1
             await asyncio.sleep(CHECK_SECONDS)
 
     async def _restart(self, server: EmbeddedServer) -> None:
         self._restarts[ROLE] += 1
-        count, limit = self._restarts[ROLE], self._config.run.max_restarts
+        count, limit = self._restarts[ROLE], self.config.run.max_restarts
         if count > limit:
             raise RunFailedError(f"{ROLE} was restarted {limit} times; see redis/valkey.log in the run folder")
         self._say(f"{ROLE}: the server ended; restarting it ({count})")

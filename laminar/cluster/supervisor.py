@@ -15,7 +15,7 @@ import secrets
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,17 +23,21 @@ from typing import Any
 
 import redis.exceptions
 
+from laminar.cluster.control_desk import ControlDesk
 from laminar.cluster.crew import STOP_SECONDS, Crew
+from laminar.cluster.dashboard_process import DashboardProcess
 from laminar.cluster.data import RunData, load_run_data
 from laminar.cluster.data_keeper import DataKeeper
 from laminar.cluster.evaluation import Evaluations
 from laminar.cluster.hub import with_local_model
+from laminar.cluster.live_settings import LiveSettings
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
 from laminar.cluster.ray_cluster import RayCluster
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, cpus_needed
 from laminar.cluster.sentinel import Sentinel
 from laminar.config.root import LaminarConfig
-from laminar.errors import LaminarError, RunFailedError, first_error
+from laminar.control import Verb
+from laminar.errors import ConfigError, LaminarError, RunFailedError, first_error
 from laminar.experience.client import check_server, connect
 from laminar.experience.server import EmbeddedServer
 from laminar.run_folder import RunFolder, RunState
@@ -47,6 +51,8 @@ logger = logging.getLogger("laminar.supervisor")
 MEMORY_SECONDS = 2.0
 PROGRESS_SECONDS = 1.0
 CANCEL_SECONDS = 1.0
+ANSWER_FIRST_SECONDS = 0.3
+"""Between the order to end at once and its obeying, so that it is answered."""
 
 
 @dataclass(slots=True)
@@ -100,7 +106,7 @@ class Supervisor:
             raise
         finally:
             self.outcome.seconds = time.monotonic() - started
-            self._folder.update_state(status=self.outcome.status, reason=self.outcome.reason, redis_url="")
+            self._folder.update_state(status=self.outcome.status, reason=self.outcome.reason, redis_url="", dashboard_url="")
         return self.outcome
 
     def _begin_life(self) -> RunState:
@@ -123,6 +129,7 @@ class Supervisor:
         stack.callback(sentinel.dismiss)
         stack.callback(end_processes, state.run_id, STOP_SECONDS)
 
+        self._serve_dashboard(stack)
         self._config = await asyncio.to_thread(with_local_model, self._config)
         data = await asyncio.to_thread(load_run_data, self._config, self._config_folder)
         self._say(f"{len(data.prompts)} prompts" + (f", {len(data.held_out)} held out" if data.held_out else ""))
@@ -145,9 +152,19 @@ class Supervisor:
         context = RoleContext("supervisor", state.run_id, state.token, url, self._folder.path.resolve())
         return data, context
 
+    def _serve_dashboard(self, stack: AsyncExitStack) -> None:
+        if self._config.dashboard.enabled:
+            log = self._folder.logs / "dashboard.log"
+            dashboard = DashboardProcess(self._config.dashboard, self._folder.path, log)
+            stack.callback(dashboard.stop)
+            self._folder.update_state(dashboard_url=dashboard.url)
+            self._note_process("dashboard", dashboard.pid)
+            self._say(f"dashboard: {dashboard.url}")
+
     def _catch_signals(self, stack: AsyncExitStack) -> None:
         loop, main = asyncio.get_running_loop(), asyncio.current_task()
         assert main is not None
+        self._main = main
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number, main)
             stack.callback(loop.remove_signal_handler, number)
@@ -159,18 +176,35 @@ class Supervisor:
         self._say(f"{number.name}: finishing the step and saving a checkpoint; once more to end at once")
         self._stop.set()
 
+    async def _stop_by_request(self, arguments: Mapping[str, str]) -> str:
+        """`stop`: in order, or at once (without a checkpoint)."""
+        how = arguments.get("how", "drain")
+        if how not in ("drain", "now"):
+            raise ConfigError(f"stop {how!r} is not known; say drain or now")
+        if how == "now":
+            self.outcome.reason = "told to stop at once; resume replays the steps since the last checkpoint"
+            asyncio.get_running_loop().call_later(ANSWER_FIRST_SECONDS, self._main.cancel)
+            return "ending everything at once; resume replays the steps since the last checkpoint"
+        self._stop.set()
+        return "finishing the step and saving a checkpoint"
+
     async def _live(self, data: RunData, context: RoleContext) -> None:
         """Run all roles until the trainer is done; then stop them."""
         view = self.outcome.view
         telemetry = TelemetryWriter(self._redis, context.run_id, "supervisor")
         reader = TelemetryReader(self._redis, context.run_id)
-        observer = Observer(reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view))
+        observer = Observer(
+            reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view), self._folder
+        )
         self._say(f"starting the trainer and {self._config.rollout.num_workers} rollout worker(s)")
         crew = Crew(self._config, context, telemetry, self._say, self._note_process)
         self.outcome.restarts = crew.restarts
         keeper = DataKeeper(
             self._server, self._redis, data, context.run_id, self._config, crew.restarts, telemetry, self._say
         )
+        live = LiveSettings(self._config, self._folder, self._redis, context.run_id, data, keeper, crew)
+        actions = {Verb.STOP: self._stop_by_request, Verb.PAUSE: live.pause, Verb.UNPAUSE: live.unpause, Verb.SET: live.set}
+        desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say)
         held_out = data.encoded_held_out()
         evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
@@ -181,8 +215,9 @@ class Supervisor:
                     group.create_task(self._measure_memory(context.run_id)),
                     group.create_task(crew.keep_relays()),
                     group.create_task(keeper.run()),
+                    group.create_task(desk.run()),
                 ]
-                await self._train(crew, evaluations, observer, group, background)
+                await self._train(crew, evaluations, observer, live, group, background)
                 await crew.stop()
                 await cancel_all(background)
         except* LaminarError as failures:
@@ -196,13 +231,14 @@ class Supervisor:
         crew: Crew,
         evaluations: Evaluations,
         observer: Observer,
+        live: LiveSettings,
         group: asyncio.TaskGroup,
         background: list["asyncio.Task[None]"],
     ) -> None:
         """Training and the evaluations around it; a stop signal cuts it short in order."""
         self._folder.update_state(status="running")
         training = group.create_task(crew.train())
-        progress = group.create_task(self._watch_progress(observer))
+        progress = group.create_task(self._watch_progress(observer, live))
         for index in range(self._config.rollout.num_workers):
             evaluation = evaluations.evaluate_start if evaluations.wants_start and index == 0 else None
             background.append(group.create_task(crew.keep_worker(index, evaluation)))
@@ -247,11 +283,13 @@ class Supervisor:
             self.outcome.peak_resident_bytes = max(self.outcome.peak_resident_bytes, used)
             await asyncio.sleep(MEMORY_SECONDS)
 
-    async def _watch_progress(self, observer: Observer) -> None:
+    async def _watch_progress(self, observer: Observer, live: LiveSettings) -> None:
         """End a run in which no step ends for too long, saying who waits for what."""
         limit = self._config.run.no_progress_seconds
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
+            if live.is_paused:
+                observer.last_progress = time.monotonic()
             if time.monotonic() - observer.last_progress > limit:
                 waits = observer.view.trainer_wait or "nothing that it named"
                 raise RunFailedError(

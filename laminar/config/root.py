@@ -7,6 +7,7 @@ from laminar.config.section import Section
 from laminar.config.system import (
     CheckpointConfig,
     ClusterConfig,
+    DashboardConfig,
     DataConfig,
     EnvironmentConfig,
     EvalConfig,
@@ -37,4 +38,5 @@ class LaminarConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
+    dashboard: DashboardConfig = DashboardConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -166,6 +166,21 @@ class MetricsConfig(Section):
 
     panel: Literal["auto", "on", "off"] = "auto"
     """Live panel in the terminal; `auto` shows it when the output is a terminal."""
+    trajectory_rate: float = Field(0.1, ge=0, le=1)
+    """Share of groups whose trajectories are kept in the run folder, to be read by people."""
+    max_trajectory_bytes: int = Field(1024**3, ge=1)
+    """Size of these records on disk; the oldest are deleted."""
+
+
+class DashboardConfig(Section):
+    """`[dashboard]`: the page on the run, served while it lives; `laminar dashboard RUN` serves it at any time."""
+
+    enabled: bool = False
+    """Serve it."""
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address to bind. Anything but loopback lets whoever reaches it read the run; control needs the token in any case."""
+    port: int = Field(7860, ge=0, le=65535)
+    """Port; 0: any free one, which is printed."""
 
 
 class ClusterConfig(Section):

@@ -30,8 +30,8 @@ class Claim:
 
     Attributes:
         groups: those granted.
-        refused: why no more were granted: `staleness`, `bytes`, `end_of_data`, `not_ready` or `old_lineage`; None if all
-            were, or if another claim will grant more at once (at the end of an epoch).
+        refused: why no more were granted: `staleness`, `bytes`, `paused`, `end_of_data`, `not_ready` or `old_lineage`;
+            None if all were, or if another claim will grant more at once (at the end of an epoch).
         published: the newest published version; `0.0` until a lineage is open.
     """
 
@@ -132,6 +132,8 @@ class Snapshot:
         num_held: slots held by groups that left a taken batch, until its publish.
         reserved_bytes: payload bytes set aside for outstanding groups, or held until their ack.
         occurrences: which prompt each group of `headers` plays.
+        is_paused: nothing is granted, because somebody asked for it.
+        max_staleness: the bound that groups are admitted under now; None if unbounded.
     """
 
     published: WeightVersion
@@ -143,6 +145,8 @@ class Snapshot:
     num_held: int
     reserved_bytes: int
     occurrences: Mapping[str, Occurrence]
+    is_paused: bool = False
+    max_staleness: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

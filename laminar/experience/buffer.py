@@ -71,6 +71,8 @@ class ExperienceBuffer:
                 counters=Counters.from_flat(meta["counters"]),
                 num_held=meta["held"],
                 reserved_bytes=meta["reserved"],
+                is_paused=meta.get("paused", False),
+                max_staleness=None if meta.get("bound", -1) < 0 else meta["bound"],
                 occurrences=dict(seen.occurrences),
             )
 

@@ -50,6 +50,7 @@ class PromptPool:
         shuffle: bool,
         exempt: bool = False,
         group_failure: str = "shrink",
+        is_paused: bool = False,
     ) -> None:
         """Make the run, or give a resumed one new settings; groups already admitted keep their own. May be repeated.
 
@@ -66,6 +67,7 @@ class PromptPool:
             data_seed: seed of the order.
             shuffle: whether to shuffle each epoch.
             exempt: groups admitted from now on have no deadline (staleness policy `mask`); the bound only paces admission.
+            is_paused: grant nothing for the moment.
             group_failure: `refill`, `shrink` or `drop`; see `rollout.group_failure`.
 
         Raises:
@@ -91,6 +93,7 @@ class PromptPool:
                 max_epochs=NO_LIMIT if max_epochs is None else max_epochs,
                 exempt=int(exempt),
                 group_failure=group_failure,
+                paused=int(is_paused),
             )
         except ExperienceError as error:
             if "other data" in str(error):

@@ -8,13 +8,18 @@ import logging
 import time
 from collections.abc import Callable
 
+from laminar.run_folder import RunFolder
 from laminar.telemetry.files import MetricsFile
 from laminar.telemetry.stream import Event, TelemetryReader
+from laminar.telemetry.timeline import TimelineFile
 from laminar.telemetry.view import RunView
+from laminar.trajectories import append_step
 
 logger = logging.getLogger("laminar.observer")
 
 POLL_SECONDS = 0.25
+MARKED = ("control", "notice")
+"""Kinds of events that are kept as marks beside the steps, to be shown on plots."""
 
 
 class Observer:
@@ -25,10 +30,18 @@ class Observer:
         last_progress: when (`time.monotonic`) a step was last heard of.
     """
 
-    def __init__(self, reader: TelemetryReader, file: MetricsFile, view: RunView, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        reader: TelemetryReader,
+        file: MetricsFile,
+        view: RunView,
+        on_event: Callable[[Event], None],
+        folder: RunFolder | None = None,
+    ) -> None:
         self.view = view
         self.last_progress = time.monotonic()
         self._reader, self._file, self._on_event = reader, file, on_event
+        self._folder, self._timeline = folder, TimelineFile(folder.timeline) if folder else None
         self._lost_lines = 0
 
     async def settle_last_life(self) -> None:
@@ -61,13 +74,30 @@ class Observer:
             if event.metrics["train/step"] <= self._file.last_step:
                 return  # told before: a replayed step, or one repeated after Redis lost its tail
         metrics = self.view.apply(event)
+        self._draw(event)
         if event.kind == "restored":
             self._file.rewind(int(event.fields["step"]))
         elif event.kind == "step":
             self._write("step", self.view.step, {"time": event.time, "batch": event.fields["batch"], **metrics})
         elif event.kind == "evaluation":
             self._write("evaluation", int(event.fields["step"]), {"time": event.time, **event.metrics})
+        elif event.kind in MARKED:
+            mark = {"time": event.time, "what": event.kind, "text": f"{event.role}: {event.fields.get('text', '')}"}
+            self._write("mark", self.view.step, mark)
         self._on_event(event)
+
+    def _draw(self, event: Event) -> None:
+        """Keep what is drawn, not counted: spans of states, the roles' metrics, which groups a step trained."""
+        if self._folder is None or self._timeline is None:
+            return
+        try:
+            if spans := event.fields.get("spans"):
+                self._timeline.add_spans(event.role, spans)
+                self._timeline.add_roles(event.time, self.view.roles)
+            if event.kind == "step" and self._folder.trajectories.is_dir():
+                append_step(self._folder.trajectories, self.view.step, event.fields.get("groups", ()))
+        except OSError as error:
+            logger.warning("timeline or trajectories cannot be written (%s)", error)
 
     def _write(self, kind: str, step: int, values: dict[str, object]) -> None:
         """Add a line; a full disk costs lines, never the run."""

@@ -55,6 +55,7 @@ class RunView:
     step: int = 0
     latest: dict[str, float] = field(default_factory=dict)
     workers: dict[str, dict[str, float]] = field(default_factory=dict)
+    roles: dict[str, dict[str, float]] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     step_ends: list[float] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
@@ -72,7 +73,10 @@ class RunView:
         match event.kind:
             case "step":
                 return self._apply_step(event)
+            case "clock":
+                self.roles[event.role] = event.metrics
             case "worker":
+                self.roles[event.role] = event.metrics
                 self.workers[event.role] = event.metrics
                 self.generation.report(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
             case "evaluation":
@@ -83,7 +87,7 @@ class RunView:
                 if event.fields.get("lineage", 0):
                     self.restores = [*self.restores[-9:], str(event.fields["text"])]
                     self.notices = [*self.notices[-49:], self.restores[-1]]
-            case "notice":
+            case "notice" | "control":
                 self.notices = [*self.notices[-49:], f"{event.role}: {event.fields.get('text', '')}"]
         return {}
 

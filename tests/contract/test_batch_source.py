@@ -278,3 +278,15 @@ async def test_case_d19_a_group_whose_payload_was_deleted_is_named_evicted_and_i
     counters = await run.buffer.counters()
     assert (counters.evicted, counters.dropped_lengths, counters.is_balanced) == ({"payload_lost": 1}, {}, True)
     assert (await run.claim("0.0", groups=1)).groups[0].prompt.prompt_id == "1"
+
+
+async def test_a_bound_that_was_loosened_while_the_run_lives_masks_and_evicts_nothing(make_run):
+    run = await make_run(prompts_per_step=2, group_size=1, max_staleness=1)
+    source = make_source(run, config(1))
+    await run.store.client.hset(run.store.key("run"), "bound", 3)
+    await run.ready("0.0")  # (3 + 1) * 2 groups, all of version 0
+    for step in range(1, 5):
+        batch = await source.next_batch(0, step, lambda: False)
+        assert (len(batch.group_ids), batch.oldest_trained) == (2, 0)  # trained on 3 at the last: 3 - 3
+        await run.buffer.publish(0, step)
+    assert source.dropped_groups == 0

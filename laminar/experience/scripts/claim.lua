@@ -22,6 +22,7 @@ if not is_open() or args.lineage > run.lineage or call('HLEN', PROMPTS) < run.nu
   return finish('not_ready')
 end
 if args.lineage < run.lineage then return finish('old_lineage') end
+if run.paused == 1 then return finish('paused') end
 if args.number > run.published then
   return fail('engine holds number ' .. args.number .. ', but only ' .. run.published .. ' is published')
 end

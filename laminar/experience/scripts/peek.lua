@@ -43,6 +43,8 @@ return {
     end_of_data = is_end,
     held = call('HLEN', HELD),
     reserved = run.reserved,
+    paused = run.paused == 1,
+    bound = run.bound,
     counters = call('HGETALL', COUNTERS),
     life = life,
     revision = run.revision or 0,

@@ -1,0 +1,102 @@
+"""What of a run's settings may change while it lives, and how the change reaches everybody.
+
+Invariants: a group keeps the bound it was admitted under, and work in flight is never cut short by a change; what is set
+also stands in the run folder's config, so a resume goes on with it. It does not know who asks.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from laminar.cluster.crew import Crew
+from laminar.cluster.data import RunData
+from laminar.cluster.data_keeper import DataKeeper
+from laminar.config.load import dump_toml, load_config
+from laminar.config.root import LaminarConfig
+from laminar.errors import ConfigError
+from laminar.run_folder import RunFolder
+
+BOUND = "staleness.max_staleness"
+IN_FLIGHT = "rollout.max_in_flight_groups"
+
+
+class LiveSettings:
+    """The changeable part of a living run's settings.
+
+    Args:
+        config: what the run was started with.
+
+    Attributes:
+        config: today's.
+        is_paused: whether rollouts admit nothing.
+    """
+
+    def __init__(
+        self,
+        config: LaminarConfig,
+        folder: RunFolder,
+        client: Any,
+        run_id: str,
+        data: RunData,
+        keeper: DataKeeper,
+        crew: Crew,
+    ) -> None:
+        self.config, self.is_paused = config, False
+        self._folder, self._client, self._run_id = folder, client, run_id
+        self._data, self._keeper, self._crew = data, keeper, crew
+
+    async def pause(self, _arguments: Mapping[str, str]) -> str:
+        """Admit nothing; what is being played goes on to its end, and the trainer trains what is ready."""
+        await self._pause(True)
+        return "rollouts admit nothing from now on; what is in flight is played to its end"
+
+    async def unpause(self, _arguments: Mapping[str, str]) -> str:
+        """Admit again."""
+        await self._pause(False)
+        return "rollouts admit again"
+
+    async def set(self, arguments: Mapping[str, str]) -> str:
+        """Change one setting: `key` and `value`.
+
+        Raises:
+            ConfigError: the setting cannot change in a living run, or the value is wrong.
+        """
+        key, value = arguments.get("key", ""), arguments.get("value", "")
+        changes: dict[str, Callable[[LaminarConfig], Awaitable[str]]] = {
+            BOUND: self._set_bound,
+            IN_FLIGHT: self._set_in_flight,
+        }
+        if key not in changes:
+            raise ConfigError(
+                f"{key} cannot change in a living run (only {BOUND} and {IN_FLIGHT} can); stop the run, and "
+                f"`laminar resume` it with {key}={value}"
+            )
+        wanted = load_config(self._folder.config, [f"{key}={value}"])
+        text = await changes[key](wanted)
+        self._folder.config.write_text(dump_toml(wanted))
+        return f"{key}: {text}"
+
+    async def _set_bound(self, wanted: LaminarConfig) -> str:
+        old, new = self.config.staleness.bound, wanted.staleness.bound  # None: unbounded
+        if self.config.staleness.policy == "mask" or not old or not new:
+            raise ConfigError(
+                f"{BOUND} cannot go from {old} to {new} in a living "
+                'run: only between bounds of 1 or more, and not with staleness.policy = "mask"; stop the run and resume it'
+            )
+        staleness = self.config.staleness.model_copy(update={"max_staleness": new})
+        await self._apply(self.config.model_copy(update={"staleness": staleness}))
+        return f"{old} -> {new}; groups in flight keep the bound they were admitted under"
+
+    async def _set_in_flight(self, wanted: LaminarConfig) -> str:
+        old, new = self.config.rollout.max_in_flight_groups, wanted.rollout.max_in_flight_groups
+        rollout = self.config.rollout.model_copy(update={"max_in_flight_groups": new})
+        await self._apply(self.config.model_copy(update={"rollout": rollout}))
+        await self._crew.limit_in_flight(new)
+        return f"{old} -> {new} groups a worker"
+
+    async def _pause(self, is_paused: bool) -> None:
+        self.is_paused = self._keeper.is_paused = is_paused
+        await self._apply(self.config)
+
+    async def _apply(self, config: LaminarConfig) -> None:
+        self.config = self._keeper.config = config
+        await self._data.configure_pool(self._client, self._run_id, config, is_paused=self.is_paused)

@@ -1,0 +1,142 @@
+"""Control of a live run: signed requests in the data module, which the supervisor obeys and answers.
+
+Invariants: a request carries a signature made with the run's token, never the token; the supervisor obeys each request once,
+and none that is older than `MAX_AGE_SECONDS`. This module does not know what the verbs do.
+"""
+
+import asyncio
+import enum
+import hashlib
+import hmac
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import redis.exceptions
+from redis.asyncio import Redis
+
+from laminar.errors import ConfigError, RunNotAliveError
+from laminar.experience.client import connect
+from laminar.run_folder import RunFolder
+
+ANSWER_SECONDS = 15.0
+"""How long an answer is waited for."""
+POLL_SECONDS = 0.05
+MAX_AGE_SECONDS = 60.0
+ANSWER_TTL_SECONDS = 120
+
+
+class Verb(enum.StrEnum):
+    """What can be asked of a live run."""
+
+    STOP = "stop"
+    PAUSE = "pause"
+    UNPAUSE = "unpause"
+    SET = "set"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request; `asked_at` in Unix seconds."""
+
+    request_id: str
+    verb: Verb
+    arguments: dict[str, str]
+    asked_by: str
+    asked_at: float
+    signature: str = field(default="")
+
+    @classmethod
+    def make(cls, token: str, verb: Verb, arguments: dict[str, str], asked_by: str) -> "Request":
+        """A signed request of now."""
+        plain = cls(os.urandom(8).hex(), verb, arguments, asked_by, time.time())
+        return cls(**{**asdict(plain), "signature": plain.signed_with(token)})
+
+    @classmethod
+    def read(cls, data: bytes) -> "Request":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is something else.
+        """
+        values = json.loads(data)
+        return cls(**{**values, "verb": Verb(values["verb"])})
+
+    def to_json(self) -> str:
+        """The request's text."""
+        return json.dumps(asdict(self))
+
+    def signed_with(self, token: str) -> str:
+        """The signature that this token gives: HMAC-SHA256 of all other fields."""
+        values = {name: value for name, value in asdict(self).items() if name != "signature"}
+        return hmac.new(token.encode(), json.dumps(values, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+    def is_genuine(self, token: str, now: float) -> bool:
+        """Whether it was signed with the token, and is not old."""
+        is_signed = hmac.compare_digest(self.signature, self.signed_with(token))
+        return is_signed and abs(now - self.asked_at) <= MAX_AGE_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the supervisor says: what it did, or why it refused."""
+
+    is_done: bool
+    text: str
+
+
+def requests_key(run_id: str) -> str:
+    """The list of requests, oldest first."""
+    return f"laminar:{run_id}:control"
+
+
+def answer_key(run_id: str, request_id: str) -> str:
+    """Where one request is answered."""
+    return f"laminar:{run_id}:control:{request_id}"
+
+
+async def ask(client: Redis, run_id: str, request: Request, seconds: float = ANSWER_SECONDS) -> str:
+    """Have the supervisor of a run do something; returns what it did, in words.
+
+    Raises:
+        ConfigError: it refused.
+        RunNotAliveError: nobody answered.
+    """
+    deadline, key = time.monotonic() + seconds, answer_key(run_id, request.request_id)
+    queue: Any = client.rpush(requests_key(run_id), request.to_json())
+    await queue
+    while (packed := await client.get(key)) is None:
+        if time.monotonic() > deadline:
+            raise RunNotAliveError(
+                f"the supervisor of run {run_id} did not answer within {seconds:g} s; look at its output, or end its process"
+            )
+        await asyncio.sleep(POLL_SECONDS)
+    answer = Answer(**json.loads(packed))
+    if not answer.is_done:
+        raise ConfigError(answer.text)
+    return answer.text
+
+
+async def ask_run(folder: RunFolder, verb: Verb, arguments: dict[str, str], asked_by: str) -> str:
+    """`ask`, for a run's folder.
+
+    Raises:
+        RunNotAliveError: the run is not alive, or its data module is not up yet.
+        ConfigError: the supervisor refused.
+    """
+    state = folder.read_state()
+    if not folder.is_alive():
+        raise RunNotAliveError(f"run {state.run_id} is not alive ({state.status}); `laminar resume` starts it again")
+    if not state.redis_url:
+        raise RunNotAliveError(
+            f"run {state.run_id} is {state.status}, and cannot be told anything now; try again in a moment"
+        )
+    client = await connect(state.redis_url)
+    try:
+        return await ask(client, state.run_id, Request.make(state.token, verb, arguments, asked_by))
+    except (redis.exceptions.RedisError, OSError) as error:
+        raise RunNotAliveError(f"the data module of run {state.run_id} went away while it was asked ({error})") from error
+    finally:
+        await client.aclose()

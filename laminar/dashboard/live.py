@@ -1,0 +1,209 @@
+"""What a living run says now, from the data module; of a finished one, what its timeline file says last.
+
+Invariants: reading never changes the run; a data module that is away makes values old, which is shown, not an error. One
+feed serves all open pages.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import redis.exceptions
+from redis.asyncio import Redis
+
+from laminar.errors import LaminarError
+from laminar.experience.answers import Snapshot
+from laminar.experience.buffer import ExperienceBuffer
+from laminar.experience.client import connect
+from laminar.experience.store import ExperienceStore
+from laminar.run_folder import RunFolder, RunState
+from laminar.telemetry.stream import Event, TelemetryReader
+from laminar.telemetry.timeline import read_timeline
+from laminar.types import GroupState
+
+logger = logging.getLogger("laminar.dashboard")
+
+POLL_SECONDS = 0.5
+KEPT_SECONDS = 900.0
+"""Spans that are kept, for the timeline."""
+MAX_SPANS = 4000
+"""Of one role."""
+
+
+@dataclass(slots=True)
+class Role:
+    """The latest of one role; `heard_at` in Unix seconds."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    heard_at: float = 0.0
+    state: str = ""
+
+
+@dataclass(slots=True)
+class LiveView:
+    """What is known now.
+
+    Attributes:
+        roles: by name.
+        spans: of each role, oldest first: state, start, end.
+        windows: of each role, earlier metrics with their time: what happened lately is a difference.
+        trainer_wait: what the trainer waits for.
+        snapshot: of the buffer.
+    """
+
+    roles: dict[str, Role] = field(default_factory=lambda: defaultdict(Role))
+    spans: dict[str, deque[tuple[str, float, float]]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=MAX_SPANS))
+    )
+    windows: dict[str, deque[tuple[float, dict[str, float]]]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=240))
+    )
+    trainer_wait: str = ""
+    snapshot: Snapshot | None = None
+
+    def apply(self, event: Event) -> None:
+        """Take in one event."""
+        if event.kind in ("worker", "clock"):
+            self.note_role(event.role, event.time, event.metrics)
+            self.add_spans(event.role, event.fields.get("spans", ()))
+        elif event.kind == "waiting":
+            self.trainer_wait = str(event.fields.get("text", ""))
+        elif event.kind == "step":
+            self.trainer_wait = ""
+
+    def note_role(self, name: str, at: float, metrics: Mapping[str, float]) -> None:
+        """A role's metrics of one moment."""
+        role = self.roles[name]
+        role.metrics, role.heard_at = dict(metrics), at
+        self.windows[name].append((at, role.metrics))
+
+    def add_spans(self, name: str, spans: Any) -> None:
+        """A role's spans, which follow those before; a state that goes on is one span."""
+        known = self.spans[name]
+        for state, start, end in spans:
+            if known and known[-1][0] == state and start - known[-1][2] < 0.01:
+                known[-1] = (state, known[-1][1], end)
+            else:
+                known.append((state, start, end))
+        if known:
+            self.roles[name].state = known[-1][0]
+        while known and known[0][2] < known[-1][2] - KEPT_SECONDS:
+            known.popleft()
+
+    def shares(self, name: str, seconds: float) -> dict[str, float]:
+        """A role's states over about the last `seconds`, as shares of the time; empty if nothing is known."""
+        window = self.windows[name]
+        if not window:
+            return {}
+        now, last = window[-1]
+        first = next((metrics for at, metrics in window if at >= now - seconds), last)
+        before = first if first is not last and not _restarted(first, last) else {}
+        spent = {state: value - before.get(state, 0.0) for state, value in last.items() if state.startswith("time/state_")}
+        total = sum(spent.values())
+        return {
+            name.removeprefix("time/state_").removesuffix("_seconds"): seconds / total
+            for name, seconds in spent.items()
+            if total > 0
+        }
+
+
+def _restarted(first: Mapping[str, float], last: Mapping[str, float]) -> bool:
+    return any(last.get(name, 0.0) < value for name, value in first.items() if name.startswith("time/state_"))
+
+
+class LiveFeed:
+    """Keeps a view of one run up to date.
+
+    Attributes:
+        view: what is known.
+        state: the run folder's state file.
+        is_alive: whether some process holds the run.
+        relays: what each machine's relay says of itself.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self.view = LiveView()
+        self.state: RunState = folder.read_state()
+        self.is_alive = folder.is_alive()
+        self.relays: list[dict[str, Any]] = []
+        self._client: Redis | None = None
+        self._url = ""
+
+    async def run(self) -> None:
+        """Follow the run until cancelled.
+
+        Consumes: telemetry, the buffer's headers. Produces: the view. Waits for: the next look.
+        """
+        await asyncio.to_thread(self._read_files)
+        try:
+            while True:
+                self.state, self.is_alive = self._folder.read_state(), self._folder.is_alive()
+                try:
+                    await self._look()
+                except (redis.exceptions.RedisError, OSError, LaminarError) as error:
+                    logger.info("the data module does not answer: %s", error)
+                    await self._close()
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            await self._close()
+
+    def _read_files(self) -> None:
+        for line in read_timeline(self._folder.timeline):
+            if line["kind"] == "spans":
+                self.view.add_spans(line["role"], line["spans"])
+            else:
+                for name, metrics in line["roles"].items():
+                    self.view.note_role(name, line["time"], metrics)
+
+    async def _look(self) -> None:
+        if not self.is_alive or not self.state.redis_url:
+            await self._close()
+            self.view.snapshot, self.view.trainer_wait = None, ""
+            return
+        if self._client is None or self._url != self.state.redis_url:
+            await self._close()
+            self._client, self._url = await connect(self.state.redis_url), self.state.redis_url
+            self._reader = TelemetryReader(self._client, self.state.run_id)
+            self._buffer = ExperienceBuffer(ExperienceStore(self._client, self.state.run_id, outage_seconds=1.0))
+        known = max((role.heard_at for role in self.view.roles.values()), default=0.0)
+        while events := await self._reader.read():
+            for event in events:
+                if event.time > known or event.kind not in ("worker", "clock"):
+                    self.view.apply(event)
+        self.view.snapshot = await self._buffer.peek()
+        self.relays = await self._read_relays(self._client)
+
+    async def _read_relays(self, client: Redis) -> list[dict[str, Any]]:
+        pattern = f"laminar:{self.state.run_id}:directory:relay:*"
+        texts = [await client.get(key) async for key in client.scan_iter(match=pattern, count=1000)]
+        return [json.loads(text) for text in texts if text]
+
+    async def _close(self) -> None:
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.aclose()
+
+
+def describe_buffer(snapshot: Snapshot | None) -> dict[str, Any]:
+    """Outstanding groups by staleness, in flight and in queue, and where all trajectories stand."""
+    if snapshot is None or not snapshot.is_open:
+        return {}
+    now = snapshot.published.number
+    ages: dict[str, Counter[int]] = {state.value: Counter() for state in GroupState}
+    for header in snapshot.headers:
+        ages[header.state.value][max(0, now - header.oldest)] += 1
+    return {
+        "published": str(snapshot.published),
+        "is_paused": snapshot.is_paused,
+        "bound": snapshot.max_staleness,
+        "ages": {state: dict(sorted(counts.items())) for state, counts in ages.items()},
+        "counters": asdict(snapshot.counters),
+        "reserved_bytes": snapshot.reserved_bytes,
+        "at": time.time(),
+    }

@@ -1,0 +1,116 @@
+"""The report of a run as one HTML file that needs nothing else: figures, plots, marks, settings (pure)."""
+
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from laminar.telemetry.panel import duration
+from laminar.telemetry.report import LAST_STEPS, mean_reward, reward_of, staleness_histogram
+from laminar.telemetry.svg import Line, plot
+
+PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("Reward", "", (("mean of what was played", "reward/finished_mean"), ("of what was trained", "reward/mean"))),
+    ("Loss", "", (("loss", "train/loss"),)),
+    (
+        "Throughput",
+        "tokens/s",
+        (
+            ("trained", "throughput/trained_tokens_per_second"),
+            ("generated", "throughput/generated_tokens_per_second"),
+        ),
+    ),
+    (
+        "Staleness of trained trajectories",
+        "versions",
+        (("mean", "staleness/versions_mean"), ("max", "staleness/versions_max")),
+    ),
+    ("Buffer", "groups", (("ready", "experience/ready_groups"), ("being played", "experience/open_groups"))),
+    (
+        "Step time",
+        "s",
+        (
+            ("step", "time/step_seconds"),
+            ("wait for a batch", "time/sample_wait_seconds"),
+            ("forward, backward", "time/forward_backward_seconds"),
+            ("publish stall", "time/publish_stall_seconds"),
+        ),
+    ),
+    ("Mismatch KL", "", (("KL of trainer to rollout", "mismatch/kl"),)),
+    ("Answer length", "tokens", (("mean", "rollout/response_tokens_mean"), ("p95", "rollout/response_tokens_p95"))),
+)
+
+
+def html_report(
+    run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], config_text: str, *, bound: int | None, written_at: float
+) -> str:
+    """The file's text.
+
+    Args:
+        run: facts by name: `id`, `status`, `reason`, `lives`.
+        lines: of `metrics.jsonl`.
+        config_text: the settings, secrets starred.
+        bound: K, drawn into the staleness plot; None if unbounded.
+        written_at: Unix seconds.
+    """
+    steps = [line for line in lines if line["kind"] == "step"]
+    marks = [line for line in lines if line["kind"] == "mark"]
+    title = f"Laminar run {run['id']}"
+    style = (resources.files("laminar.telemetry") / "report.css").read_text("utf-8")
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(written_at))
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{style}</style></head><body><h1>{escape(title)}</h1>",
+        _table(_facts(run, steps, lines, when)),
+        f'<h2>Course</h2><div class="plots">{"".join(_plots(steps, marks, bound))}</div>',
+    ]
+    if marks:
+        rows = [(str(mark["step"]), mark["text"]) for mark in marks[-100:]]
+        parts.append(f"<h2>Marks (step, what happened)</h2>{_table(rows)}")
+    parts.append(f"<h2>Settings</h2><pre>{escape(config_text)}</pre></body></html>")
+    return "".join(parts)
+
+
+def _facts(
+    run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], when: str
+) -> list[tuple[str, str]]:
+    seconds = sum(step.get("time/step_seconds", 0.0) for step in steps)
+    tokens = sum(step.get("train/tokens", 0.0) for step in steps)
+    histogram = staleness_histogram(steps)
+    total = sum(histogram.values()) or 1
+    facts = [
+        ("written", when),
+        ("status", f"{run['status']}: {run['reason']}" if run["reason"] else str(run["status"])),
+        ("steps", f"{len(steps)}, in {duration(seconds)} of training and {run['lives']} lives"),
+        (
+            "mean reward",
+            f"first step {mean_reward(steps[:1]):.3f}, last {LAST_STEPS} steps {mean_reward(steps[-LAST_STEPS:]):.3f}",
+        ),
+        ("trained", f"{tokens:,.0f} tokens, {tokens / seconds if seconds else 0:,.1f} tokens/s"),
+        ("staleness", ", ".join(f"{k}: {n} trajectories ({100 * n / total:.0f} %)" for k, n in sorted(histogram.items()))),
+    ]
+    accuracies = [line for line in lines if line["kind"] == "evaluation"]
+    facts += [("held-out accuracy", f"{line['eval/accuracy']:.3f} at version {line['step']}") for line in accuracies]
+    return facts
+
+
+def _plots(steps: Sequence[Mapping[str, Any]], marks: Sequence[Mapping[str, Any]], bound: int | None) -> list[str]:
+    xs = [float(step["step"]) for step in steps]
+    at = [float(mark["step"]) for mark in marks]
+    drawn = []
+    for title, unit, wanted in PLOTS:
+        lines = [Line(label, [_value(step, name) for step in steps]) for label, name in wanted]
+        if title.startswith("Staleness") and bound is not None:
+            lines.append(Line("bound", [float(bound)] * len(xs), is_dashed=True))
+        drawn.append(plot(title, unit, xs, lines, at))
+    return drawn
+
+
+def _value(step: Mapping[str, Any], name: str) -> float | None:
+    return reward_of(step) if name == "reward/finished_mean" else step.get(name)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    cells = (f'<tr><th scope="row">{escape(name)}</th><td>{escape(text)}</td></tr>' for name, text in rows)
+    return f"<table>{''.join(cells)}</table>"

@@ -1,0 +1,177 @@
+"""Trajectory records in a run's folder: compressed JSON lines, found by what they are about.
+
+    trajectories/WORKER-NNNNN.jsonl.gz   gzip members, appended; each holds whole lines
+    trajectories/steps.jsonl             which groups each step trained
+
+Invariants: a file is only ever appended to, or deleted whole; a torn last member is passed over. Written by workers
+(`rollout.trajectory_log`) and the observer; this module reads them, and writes the steps.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+FORMAT_VERSION = 1
+STEPS = "steps.jsonl"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a list shows of one record, and where it lies.
+
+    Attributes:
+        staleness: versions between its oldest token and the batch that trained it; None if it was not trained.
+        step: that trained it; None if none has.
+    """
+
+    trajectory_id: str
+    group_id: str
+    prompt_id: str
+    attempt: int
+    worker: str
+    time: float
+    reward: float | None
+    failure: str
+    finish_reason: str
+    num_sampled_tokens: int
+    oldest: int
+    newest: int
+    file: str
+    member: int
+    line: int
+    text: str
+    step: int | None = None
+    staleness: int | None = None
+
+
+@dataclass(slots=True)
+class _File:
+    """What is known of one file: whole members up to `read_bytes`."""
+
+    read_bytes: int = 0
+    summaries: list[Summary] = field(default_factory=list)
+
+
+class TrajectoryFolder:
+    """Finds and reads records; what was read once is remembered, so a look at a growing folder costs what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, _File] = {}
+        self._steps: dict[str, int] = {}
+        self._steps_read = 0
+
+    def summaries(self) -> list[Summary]:
+        """All records, newest first."""
+        self._refresh()
+        found = [summary for file in self._files.values() for summary in file.summaries]
+        return sorted(found, key=lambda summary: summary.time, reverse=True)
+
+    def find(self, trajectory_id: str) -> Summary | None:
+        """The newest record of a trajectory, by its id or the beginning of it."""
+        found = self.summaries()
+        exact = (s for s in found if s.trajectory_id == trajectory_id)
+        return next(exact, None) or next((s for s in found if s.trajectory_id.startswith(trajectory_id)), None)
+
+    def read(self, summary: Summary) -> Record | None:
+        """The whole record; None if its file is gone meanwhile."""
+        path = self._folder / summary.file
+        if not path.is_file():
+            return None
+        for offset, _, lines in read_members(path, summary.member):
+            if offset == summary.member and summary.line < len(lines):
+                record: Record = json.loads(lines[summary.line])
+                return {**record, "step": summary.step, "staleness": summary.staleness}
+        return None
+
+    def _note_steps(self, file: _File) -> None:
+        for place, summary in enumerate(file.summaries):
+            if summary.step is None and not summary.failure and (step := self._steps.get(summary.group_id)) is not None:
+                file.summaries[place] = replace(summary, step=step, staleness=step - 1 - summary.oldest)
+
+    def _refresh(self) -> None:
+        paths = {path.name: path for path in sorted(self._folder.glob("*.jsonl.gz"))}
+        for gone in self._files.keys() - paths.keys():
+            del self._files[gone]
+        for name, path in paths.items():
+            known = self._files.setdefault(name, _File())
+            if path.stat().st_size > known.read_bytes:
+                for offset, end, lines in read_members(path, known.read_bytes):
+                    known.summaries += [
+                        summarize(json.loads(line), name, offset, number) for number, line in enumerate(lines)
+                    ]
+                    known.read_bytes = end
+        self._read_steps()
+        for file in self._files.values():
+            self._note_steps(file)
+
+    def _read_steps(self) -> None:
+        path = self._folder / STEPS
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._steps_read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._steps_read += len(line)
+                told = json.loads(line)
+                self._steps.update(dict.fromkeys(told["groups"], told["step"]))
+
+
+def read_members(path: Path, start: int = 0) -> Iterator[tuple[int, int, list[str]]]:
+    """(offset, end, lines) of each whole gzip member from `start` on."""
+    data = path.read_bytes() if start == 0 else _read_from(path, start)
+    position = 0
+    while position < len(data):
+        stream = zlib.decompressobj(wbits=31)
+        try:
+            text = stream.decompress(data[position:])
+        except zlib.error:
+            return
+        if not stream.eof:
+            return
+        end = len(data) - len(stream.unused_data)
+        yield start + position, start + end, text.decode().splitlines()
+        position = end
+
+
+def _read_from(path: Path, start: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read()
+
+
+def summarize(record: Record, file: str, member: int, line: int) -> Summary:
+    """The part of a record that a list shows."""
+    texts = ["".join(s["tokens"]) for chain in record["chains"] for s in chain if s["version"] is not None]
+    failure = record["failure"]
+    return Summary(
+        trajectory_id=record["trajectory_id"],
+        group_id=record["group_id"],
+        prompt_id=record["prompt_id"],
+        attempt=record["attempt"],
+        worker=record["worker"],
+        time=record["time"],
+        reward=record["reward"],
+        failure=f"{failure['kind']}: {failure['text']}" if failure else "",
+        finish_reason=record["finish_reason"] or "",
+        num_sampled_tokens=record["num_sampled_tokens"],
+        oldest=record["oldest"],
+        newest=record["newest"],
+        file=file,
+        member=member,
+        line=line,
+        text=" ".join(texts)[:160],
+    )
+
+
+def append_step(folder: Path, step: int, group_ids: Sequence[str]) -> None:
+    """Note which groups a step trained."""
+    with (folder / STEPS).open("a") as file:
+        file.write(json.dumps({"format_version": FORMAT_VERSION, "step": step, "groups": list(group_ids)}) + "\n")

@@ -1,0 +1,227 @@
+"""The dashboard's addresses: what they answer, and what they refuse."""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import pytest
+
+from laminar.config.load import dump_toml
+from laminar.config.root import LaminarConfig
+from laminar.dashboard.address import bind, port_owner, url_of
+from laminar.dashboard.app import FILES, make_app
+from laminar.dashboard.guard import MAX_BODY_BYTES
+from laminar.dashboard.source import RunSource
+from laminar.errors import EnvironmentSetupError
+from laminar.run_folder import RunFolder, RunState
+from laminar.telemetry.files import MetricsFile
+from laminar.telemetry.timeline import TimelineFile
+from laminar.trajectories import append_step
+from rollout.scripted import CodePointTokenizer
+from rollout.trajectory_log import TrajectoryLog
+
+TOKEN = "the-run-token"
+
+
+@pytest.fixture
+def folder(tmp_path, trajectory_maker):
+    """The folder of a finished run of three steps."""
+    run = RunFolder.create(tmp_path, "a")
+    config = LaminarConfig.model_validate(
+        {
+            "model": {"path": "m"}, "data": {"path": "d"},
+            "experience": {"redis_url": "redis://me:hunter2@host:6379/0"},
+        }
+    )  # fmt: skip
+    run.config.write_text(dump_toml(config))
+    run.write_state(RunState("run-a", TOKEN, 1, "finished", reason="max_steps"))
+    metrics = MetricsFile(run.metrics)
+    for step in (1, 2, 3):
+        metrics.append("step", step, {"time": 100.0 + step, "train/loss": 0.5 / step, "staleness/histogram_1": 4.0})
+    metrics.append("mark", 2, {"time": 102.0, "what": "control", "text": "paused"})
+    TimelineFile(run.timeline).add_spans("trainer-0", [["wait", 100.0, 101.0], ["train", 101.0, 104.0]])
+    log = TrajectoryLog(run.trajectories, "rollout-0", CodePointTokenizer(), rate=1.0, max_bytes=10**6)
+    log.add(trajectory_maker.play("00000003", 0, "0.0", reward=0.25))
+    log.write()
+    append_step(run.trajectories, 2, ["00000003"])
+    (run.logs / "trainer-0.log").write_text("2026-01-01 10:00:00,000 INFO hello\n")
+    return run
+
+
+@pytest.fixture
+async def ask(folder):
+    """Ask the application; answers status, headers and body (read as JSON where it is)."""
+    source = RunSource(folder)
+    app = make_app(source)
+
+    async def request(path, *, method="GET", headers=(), body=b"", query="", host="127.0.0.1:7860"):
+        sent, parts = [], [body[i : i + 4096] for i in range(0, len(body), 4096)] or [b""]
+
+        async def receive():
+            if parts:
+                return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+            return await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+
+        raw = [(b"host", host.encode()), *((k.encode(), v.encode()) for k, v in headers)]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+            "path": path, "raw_path": path.encode(), "query_string": query.encode(), "root_path": "", "headers": raw,
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 7860),
+        }  # fmt: skip
+        async with asyncio.timeout(20):
+            await app(scope, receive, send)
+        answered = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
+        data = b"".join(m.get("body", b"") for m in sent[1:])
+        return sent[0]["status"], answered, json.loads(data) if "json" in answered.get("content-type", "") else data.decode()
+
+    feed = asyncio.create_task(source.feed.run())
+    while not source.feed.view.spans:
+        await asyncio.sleep(0.01)
+    yield request
+    feed.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await feed
+
+
+async def test_the_state_of_a_finished_run_is_answered_from_its_folder(ask):
+    status, _, state = await ask("/api/state")
+    assert status == 200
+    assert (state["run"]["status"], state["run"]["is_alive"], state["step"]) == ("finished", False, 3)
+    assert state["latest"]["train/loss"] == pytest.approx(0.5 / 3)
+    assert state["roles"]["trainer-0"]["silent_seconds"] is None
+
+
+async def test_history_timeline_logs_config_and_metrics_are_answered(ask):
+    _, _, history = await ask("/api/history", query="names=train/*&points=10")
+    assert (history["steps"], list(history["columns"])) == ([1, 2, 3], ["train/loss"])
+    assert [mark["text"] for mark in history["marks"]] == ["paused"]
+    _, _, timeline = await ask("/api/timeline", query="seconds=2")
+    assert timeline["roles"]["trainer-0"] == [["train", 102.0, 104.0]]
+    _, _, logs = await ask("/api/logs", query="role=trainer-0")
+    assert logs["lines"] == [["trainer-0", "2026-01-01 10:00:00,000 INFO hello"]]
+    _, _, config = await ask("/api/config")
+    assert "[staleness]" in config
+    assert "hunter2" not in config
+    _, _, metrics = await ask("/metrics")
+    assert 'laminar_staleness_histogram{run="run-a",versions="1"} 4' in metrics
+
+
+async def test_trajectories_are_found_and_shown(ask):
+    _, _, found = await ask("/api/trajectories", query="min_reward=0.2&outcome=trained")
+    assert [(row["trajectory_id"], row["staleness"]) for row in found["rows"]] == [("00000003-000", 1)]
+    assert (await ask("/api/trajectories", query="min_reward=0.9"))[2]["rows"] == []
+    _, _, record = await ask("/api/trajectories/00000003-000")
+    assert record["chains"][0][1]["logprobs"] == [-0.5, -0.25, -1.0]
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_every_file_of_the_page_is_served_under_a_policy_that_loads_nothing_from_elsewhere(ask, name):
+    status, headers, body = await ask(f"/static/{name}")
+    assert (status, bool(body)) == (200, True)
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    if name.endswith((".html", ".css", ".js")) and not name.startswith("vendor/"):
+        assert "http://" not in body
+        assert "https://" not in body
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../app.py", "/static/%2e%2e/app.py", "/static//etc/passwd", "/static/vendor/../../source.py",
+        "/api/trajectories/..%2f..%2fstate.json", "/api/trajectories/../../state.json", "/state.json", "/openapi.json",
+    ],
+)  # fmt: skip
+async def test_a_path_that_leads_elsewhere_is_not_there(ask, path):
+    status, _, body = await ask(path)
+    assert status == 404
+    assert TOKEN not in str(body)
+
+
+@pytest.mark.parametrize("role", ["../../state", "/etc/passwd", "trainer-0.log", "..", "trainer-0/../../state"])
+async def test_a_log_that_is_no_role_is_not_there(ask, role):
+    status, _, body = await ask("/api/logs", query=f"role={role}")
+    assert status == 404
+    assert TOKEN not in str(body)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", "", "[::2]:80"])
+async def test_a_host_that_is_not_ours_is_refused(ask, host):
+    assert (await ask("/api/state", host=host))[0] == 421
+
+
+@pytest.mark.parametrize("host", ["localhost:7860", "127.0.0.1", "[::1]:7860"])
+async def test_loopback_names_are_served(ask, host):
+    assert (await ask("/api/state", host=host))[0] == 200
+
+
+async def test_another_pages_origin_is_refused_and_our_own_is_not(ask):
+    ours, foreign = [("origin", "http://127.0.0.1:7860")], [("origin", "http://evil.example")]
+    assert (await ask("/api/state", headers=ours))[0] == 200
+    for headers in (foreign, [("origin", "null")], [("origin", "http://127.0.0.1:9999")]):
+        assert (await ask("/api/state", headers=headers))[0] == 403
+    cross = [("sec-fetch-site", "cross-site")]
+    assert (await ask("/api/control", method="POST", headers=cross, body=b"{}"))[0] == 403
+
+
+ORDER = json.dumps({"verb": "pause"}).encode()
+JSON = ("content-type", "application/json")
+
+
+async def test_control_without_the_token_is_refused(ask):
+    for headers in ([JSON], [JSON, ("x-laminar-token", "guess")], [JSON, ("x-laminar-token", TOKEN + "x")]):
+        status, _, body = await ask("/api/control", method="POST", headers=headers, body=ORDER)
+        assert status == 403
+        assert TOKEN not in str(body)
+
+
+async def test_control_of_a_run_that_has_ended_is_answered_with_its_sentence(ask):
+    status, _, body = await ask("/api/control", method="POST", headers=[JSON, ("x-laminar-token", TOKEN)], body=ORDER)
+    assert (status, "not alive" in body["detail"]) == (409, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 422), (b"{", 422), (b"[]", 422), (b"\xff\xfe", 422), (b'{"verb": 3}', 422), (b'{"verb": "dance"}', 422),
+        (b'{"verb": "stop", "extra": 1}', 422), (b"x" * (MAX_BODY_BYTES + 1), 413), (b"[" * 5000, 400),
+    ],
+)  # fmt: skip
+async def test_malformed_and_oversized_orders_are_refused(ask, body, status):
+    headers = [JSON, ("x-laminar-token", TOKEN)]
+    assert (await ask("/api/control", method="POST", headers=headers, body=body))[0] == status
+
+
+@pytest.mark.parametrize(
+    ("path", "query"),
+    [
+        ("/api/history", "points=0"), ("/api/history", "points=999999"), ("/api/timeline", "seconds=nan"),
+        ("/api/logs", "lines=-1"), ("/api/trajectories", "outcome=odd"), ("/api/trajectories", "limit=100000"),
+        ("/api/trajectories", "unknown=1"), ("/api/history", "names=" + "a" * 3000),
+    ],
+)  # fmt: skip
+async def test_malformed_questions_are_refused(ask, path, query):
+    assert (await ask(path, query=query))[0] == 422
+
+
+async def test_other_methods_and_endless_questions_are_refused(ask):
+    assert (await ask("/api/state", method="DELETE"))[0] == 405
+    assert (await ask("/api/control", method="PUT"))[0] == 405
+    assert (await ask("/api/state", query="a" * 5000))[0] == 414
+
+
+def test_a_port_that_is_taken_is_refused_with_its_owner():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(EnvironmentSetupError, match=rf"dashboard.port {port} .*listens there; choose another"):
+            bind("127.0.0.1", port)
+        assert "process" in port_owner(port)
+    with bind("127.0.0.1", 0) as listening:
+        assert url_of(listening).startswith("http://127.0.0.1:")

@@ -1,0 +1,138 @@
+"""`laminar report`, `show` and `doctor`: what they write, and how they refuse."""
+
+import json
+import re
+import resource
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from laminar import doctor
+from laminar.cli.main import app
+from laminar.config.load import dump_toml
+from laminar.config.root import LaminarConfig
+from laminar.errors import ConfigError, EnvironmentSetupError, RunNotAliveError
+from laminar.run_folder import RunFolder, RunState
+from laminar.telemetry.files import MetricsFile
+from laminar.telemetry.svg import Line, nice_ticks, plot
+from rollout.scripted import CodePointTokenizer
+from rollout.trajectory_log import TrajectoryLog
+
+
+def config(**sections):
+    return LaminarConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
+
+
+@pytest.fixture
+def folder(tmp_path, trajectory_maker):
+    run = RunFolder.create(tmp_path, "a")
+    run.config.write_text(dump_toml(config(experience={"redis_url": "redis://me:hunter2@host"})))
+    run.write_state(RunState("run-<a>", "token", 1, "finished", reason="max_steps"))
+    metrics = MetricsFile(run.metrics)
+    for step in (1, 2):
+        metrics.append(
+            "step", step, {"train/loss": 0.5, "reward/mean": 0.25 * step, "time/step_seconds": 2.0, "train/tokens": 100}
+        )
+    metrics.append("mark", 1, {"time": 0.0, "what": "control", "text": "bound <3>"})
+    log = TrajectoryLog(run.trajectories, "w", CodePointTokenizer(), rate=1.0, max_bytes=10**6)
+    log.add(trajectory_maker.play("00000003", 0, "0.0", reward=0.25))
+    log.write()
+    return run
+
+
+def run_command(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_report_is_one_file_that_needs_no_other_and_tells_no_secret(folder):
+    result = run_command("report", folder.path)
+    text = folder.report.read_text()
+    assert result.stdout.strip() == str(folder.report)
+    assert "50.0 tokens/s" in text  # 200 tokens in 4 s
+    assert "run-&lt;a&gt;" in text
+    assert "bound &lt;3&gt;" in text
+    assert "hunter2" not in text
+    assert not re.search(r"<(script|link|img|iframe)|src=|url\(|https?://(?!me:)", text)
+
+
+def test_a_report_that_cannot_be_written_is_refused(folder):
+    assert isinstance(run_command("report", folder.path, "--output", folder.path / "none" / "r.html").exception, ConfigError)
+
+
+def test_a_kept_trajectory_is_shown_by_the_beginning_of_its_id(folder):
+    result = run_command("show", folder.path, "00000003")
+    assert "reward 0.25; not trained" in result.stdout
+    record = json.loads(run_command("show", folder.path, "00000003-000", "--json").stdout)
+    assert record["chains"][0][1]["token_ids"] == [7, 8, 9]
+
+
+def test_a_trajectory_that_is_not_kept_is_refused_with_the_setting_to_change(folder):
+    error = run_command("show", folder.path, "9").exception
+    assert isinstance(error, ConfigError)
+    assert "(1 are kept; metrics.trajectory_rate" in str(error)
+
+
+@pytest.mark.parametrize("command", [["stop"], ["pause"], ["unpause"], ["set", "staleness.max_staleness=2"]])
+def test_control_of_a_run_that_has_ended_is_refused_with_its_own_exit_code(folder, command):
+    error = run_command(command[0], folder.path, *command[1:]).exception
+    assert isinstance(error, RunNotAliveError)
+    assert error.exit_code == 5
+
+
+def test_a_setting_without_a_value_is_refused(folder):
+    assert isinstance(run_command("set", folder.path, "staleness.max_staleness").exception, ConfigError)
+
+
+def test_a_plot_is_well_formed_and_its_points_lie_where_the_values_say():
+    text = plot(
+        "A & B", "s", [0.0, 5.0, 10.0], [Line("x", [0.0, None, 1.0]), Line("y", [1.0, 1.0, 1.0], is_dashed=True)], [5.0]
+    )
+    figure = ElementTree.fromstring(text)
+    first, second = [path.get("d") for path in figure.iter("path")]
+    assert first == "M58.0 190.0M548.0 10.0"  # the gap lifts the pen; 220 - 30 is y = 0, 10 is y = 1
+    assert second == "M58.0 10.0L303.0 10.0L548.0 10.0"
+
+
+def test_a_plot_of_nothing_says_so():
+    assert "Nothing was recorded" in plot("t", "", [], [Line("x", [])])
+    assert "Nothing was recorded" in plot("t", "", [1.0], [Line("x", [float("nan")])])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0, 1, [0, 0.25, 0.5, 0.75, 1]), (3, 3, [2.7, 2.8, 2.9, 3.0, 3.1, 3.2, 3.3]), (-7, 90, [-25, 0, 25, 50, 75, 100])],
+)
+def test_ticks_are_round_numbers_around_the_values(low, high, ticks):
+    found = nice_ticks(low, high)
+    assert found[0] <= low
+    assert found[-1] >= high
+    if low != high:
+        assert found == ticks
+
+
+def test_a_fit_machine_is_told_so():
+    levels = {finding.name: finding.level for finding in doctor.examine(None)}
+    assert levels["python"] == levels["torch"] == levels["loopback"] == "good"
+
+
+def test_too_few_open_files_and_a_missing_engine_are_found_with_remedies(monkeypatch, tmp_path):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 4096))
+    settings = config(
+        rollout={"engine": {"python": str(tmp_path / "no-python"), "kind": "sglang", "num_gpus": 1}},
+        experience={"redis_url": "redis://127.0.0.1:1"},
+        run={"directory": str(tmp_path / "new" / "runs")},
+        relay={"root": str(tmp_path / "none")},
+    )
+    bad = {finding.name: finding.text for finding in doctor.examine(settings) if finding.level == "bad"}
+    assert "ulimit -n 4096" in bad["open files"]
+    assert "correct rollout.engine.python" in bad["engine"]
+    assert "start one there" in bad["redis"]
+    assert "set relay.root" in bad["shared memory"]
+
+
+def test_an_unfit_machine_ends_with_the_exit_code_for_it(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 4096))
+    error = run_command("doctor").exception
+    assert isinstance(error, EnvironmentSetupError)
+    assert "open files" in str(error)

@@ -1,0 +1,244 @@
+"""What the dashboard concludes: the bottleneck sentence, alerts, thinned history, search, Prometheus text."""
+
+import json
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from laminar.config.redact import redact
+from laminar.dashboard.alerts import Facts, find_alerts
+from laminar.dashboard.bottleneck import bottleneck, mean_shares
+from laminar.dashboard.history import History
+from laminar.dashboard.live import LiveView
+from laminar.dashboard.prometheus import render_metrics
+from laminar.dashboard.search import Search, search
+from laminar.telemetry.files import MetricsFile
+from laminar.telemetry.registry import METRICS
+from laminar.telemetry.stream import Event
+from laminar.trajectories import Summary
+
+
+def sentence(trainer, *rollouts, mean=0.5, bound=2):
+    return bottleneck(trainer, rollouts, staleness_mean=mean, bound=bound)
+
+
+def test_a_waiting_trainer_beside_busy_rollouts_asks_for_rollouts():
+    text = sentence({"wait": 0.41, "train": 0.59}, {"decode": 1.0})
+    assert text == (
+        "Trainer waits 41 % of the time: add rollouts, or raise the in-flight limit; "
+        "staleness (mean 0.5) is far below its bound of 2."
+    )
+
+
+@pytest.mark.parametrize(
+    ("replica", "words"),
+    [
+        ({"idle_staleness": 0.6, "decode": 0.4}, "raise staleness.max_staleness"),
+        ({"idle_bytes": 0.6, "decode": 0.4}, "raise experience.max_bytes"),
+        ({"environment": 0.7, "decode": 0.3}, "wait 70 % for environments"),
+        ({"swap": 0.3, "drain": 0.3, "decode": 0.4}, "take weights 60 %"),
+        ({"restart": 0.6, "decode": 0.4}, "engines are being started"),
+    ],
+)
+def test_a_waiting_trainer_is_explained_by_what_rollouts_do(replica, words):
+    assert words in sentence({"wait": 0.5, "train": 0.5}, replica)
+
+
+def test_rollouts_that_stand_still_beside_a_busy_trainer_ask_for_trainer_ranks():
+    text = sentence(
+        {"wait": 0.02, "train": 0.98}, {"idle_staleness": 0.6, "decode": 0.4}, {"idle_staleness": 0.2, "decode": 0.8}
+    )
+    assert "stand still 40 %" in text
+    assert "add trainer ranks" in text
+
+
+def test_balance_publishing_pause_and_start_are_told_apart():
+    assert sentence({"wait": 0.1, "train": 0.9}, {"decode": 0.9, "idle_staleness": 0.1}).startswith("Balanced")
+    assert "on checkpoint" in sentence({"checkpoint": 0.4, "train": 0.6}, {"decode": 1.0})
+    assert "unpause" in bottleneck({}, [], staleness_mean=None, bound=1, is_paused=True)
+    assert "starting" in sentence({})
+
+
+def test_mean_shares_count_a_missing_state_as_nothing():
+    assert mean_shares([{"a": 1.0}, {"a": 0.5, "b": 0.5}]) == {"a": 0.75, "b": 0.25}
+
+
+def facts(**changes):
+    return Facts(
+        **{
+            "is_alive": True, "silent": {}, "latest": {}, "earlier": {}, "seconds_since_step": 1.0,
+            "mean_step_seconds": 1.0, "free_disk_ratio": 0.5, **changes,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"silent": {"rollout-1": 6.0}}, "role_silent"),
+        ({"seconds_since_step": 61.0}, "no_progress"),
+        ({"latest": {"mismatch/kl": 0.2}}, "mismatch"),
+        ({"latest": {"train/skipped_steps": 2.0}}, "skipped_steps"),
+        ({"latest": {"reward/zero_std_ratio": 1.0}}, "no_signal"),
+        ({"latest": {"rollout/truncated_ratio": 0.9}}, "truncated"),
+        ({"latest": {"experience/admitted": 100.0, "experience/failed": 20.0}}, "failures"),
+        ({"latest": {"experience/admitted": 100.0, "experience/evicted": 40.0}}, "dropped"),
+        ({"free_disk_ratio": 0.01}, "disk_low"),
+    ],
+)
+def test_each_trouble_raises_its_alert_and_no_other(changes, name):
+    assert [alert.name for alert in find_alerts(facts(**changes))] == [name]
+
+
+def test_a_healthy_run_an_ended_run_and_a_paused_run_raise_none():
+    assert find_alerts(facts(silent={"rollout-0": 0.5})) == []
+    assert find_alerts(facts(is_alive=False, silent={"rollout-0": 9999.0}, seconds_since_step=9999.0)) == []
+    assert find_alerts(facts(is_paused=True, seconds_since_step=9999.0)) == []
+
+
+def test_failures_of_long_ago_raise_no_alert():
+    now = {"experience/admitted": 1000.0, "experience/failed": 300.0}
+    before = {"experience/admitted": 500.0, "experience/failed": 300.0}
+    assert find_alerts(facts(latest=now, earlier=before)) == []
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    return MetricsFile(tmp_path / "metrics.jsonl"), History(tmp_path / "metrics.jsonl")
+
+
+def test_history_grows_with_the_file_and_leaves_gaps_where_a_metric_is_missing(metrics):
+    file, history = metrics
+    file.append("step", 1, {"a": 1.0})
+    history.refresh()
+    file.append("step", 2, {"b": 5.0})
+    file.append("evaluation", 2, {"eval/accuracy": 0.5})
+    file.append("step", 3, {"a": 3.0, "b": 6.0})
+    assert history.refresh() is False
+    assert history.steps == [1, 2, 3]
+    assert (history.columns["a"], history.columns["b"]) == ([1.0, None, 3.0], [None, 5.0, 6.0])
+    assert history.evaluations[0]["eval/accuracy"] == 0.5
+    assert (history.value("b"), history.value("a", -2), history.value("a", -9)) == (6.0, None, None)
+    assert {k: v for k, v in history.latest().items() if k in "ab"} == {"a": 3.0, "b": 6.0}
+
+
+def test_a_history_that_a_resume_rewound_is_read_anew(metrics):
+    file, history = metrics
+    for step in (1, 2, 3):
+        file.append("step", step, {"a": float(step)})
+    history.refresh()
+    file.rewind(2)
+    file.append("step", 3, {"a": 30.0})
+    assert history.refresh() is True
+    assert (history.steps, history.columns["a"]) == ([1, 2, 3], [1.0, 2.0, 30.0])
+
+
+def test_a_torn_last_line_waits_for_its_end(metrics):
+    file, history = metrics
+    file.append("step", 1, {"a": 1.0})
+    text = history.path.read_text()
+    history.path.write_text(text + text[:20])
+    history.refresh()
+    assert history.steps == [1]
+
+
+def test_thinned_points_are_means_over_neighbouring_steps(metrics):
+    file, history = metrics
+    for step in range(1, 11):
+        file.append("step", step, {"a": float(step)})
+    history.refresh()
+    thin = history.thinned(4, ["a"])
+    assert thin == {"steps": [3, 6, 9, 10], "columns": {"a": [2.0, 5.0, 8.0, 10.0]}, "steps_per_point": 3}
+
+
+def test_shares_come_from_the_last_minutes_only():
+    view = LiveView()
+    for at, decode, idle in [(0.0, 0.0, 0.0), (100.0, 100.0, 0.0), (200.0, 100.0, 100.0)]:
+        metrics = {"time/state_decode_seconds": decode, "time/state_idle_seconds": idle}
+        view.apply(Event("rollout-0", "worker", at, metrics, {}))
+    assert view.shares("rollout-0", 100.0) == {"decode": 0.0, "idle": 1.0}
+    assert view.shares("rollout-0", 1000.0) == {"decode": 0.5, "idle": 0.5}
+
+
+def test_a_restarted_role_begins_anew():
+    view = LiveView()
+    view.apply(Event("w", "worker", 0.0, {"time/state_decode_seconds": 50.0}, {}))
+    view.apply(Event("w", "worker", 5.0, {"time/state_start_seconds": 4.0, "time/state_decode_seconds": 1.0}, {}))
+    assert view.shares("w", 60.0) == {"start": 0.8, "decode": 0.2}
+
+
+def summary(name, **changes):
+    values = {
+        "trajectory_id": name, "group_id": name[:1], "prompt_id": "p", "attempt": 1, "worker": "rollout-0", "time": 0.0,
+        "reward": 0.5, "failure": "", "finish_reason": "stop", "num_sampled_tokens": 10, "oldest": 0, "newest": 0,
+        "file": "f", "member": 0, "line": 0, "text": "the answer is 4", "step": 3, "staleness": 1,
+    }  # fmt: skip
+    return Summary(**values | changes)
+
+
+ROWS = [
+    summary("a", time=1.0, reward=0.1, num_sampled_tokens=5),
+    summary("b", time=2.0, reward=0.9, step=None, staleness=None),
+    summary("c", time=3.0, reward=None, failure="tool: it broke", step=None, staleness=None, text=""),
+    summary("d", time=4.0, reward=0.5, staleness=3, num_sampled_tokens=50),
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({}, "dcba"),
+        ({"text": "BROKE"}, "c"),
+        ({"min_reward": 0.5}, "db"),
+        ({"max_reward": 0.5, "min_reward": 0.2}, "d"),
+        ({"min_staleness": 2}, "d"),
+        ({"max_tokens": 5}, "a"),
+        ({"outcome": "trained"}, "da"),
+        ({"outcome": "untrained"}, "b"),
+        ({"outcome": "failed"}, "c"),
+        ({"order": "reward_low"}, "adbc"),
+        ({"order": "stalest"}, "dabc"),
+        ({"order": "longest"}, "dbca"),
+    ],
+)
+def test_search_filters_and_orders(wanted, found):
+    assert "".join(s.trajectory_id for s in search(ROWS, Search(**wanted))) == found
+
+
+def test_prometheus_text_is_read_back_by_the_reference_parser():
+    run = {"run": 'r"1\\'}
+    text = render_metrics(
+        [
+            ("train/loss", run, 0.25), ("staleness/histogram_2", run, 7.0), ("reward/term_digits", run, 1.0),
+            ("time/state_idle_staleness_seconds", {**run, "role": "rollout-0"}, 3.5), ("not/declared", run, 1.0),
+        ],
+        [("laminar_up", "whether it lives", run, 1.0)],
+    )  # fmt: skip
+    read = {(s.name, *sorted(s.labels.items())): s.value for f in text_string_to_metric_families(text) for s in f.samples}
+    r = ("run", 'r"1\\')
+    assert read == {
+        ("laminar_train_loss", r): 0.25,
+        ("laminar_staleness_histogram", r, ("versions", "2")): 7.0,
+        ("laminar_reward_term", r, ("term", "digits")): 1.0,
+        ("laminar_time_state_seconds", ("role", "rollout-0"), r, ("state", "idle_staleness")): 3.5,
+        ("laminar_up", r): 1.0,
+    }
+
+
+def test_every_declared_metric_has_a_name_that_prometheus_takes():
+    text = render_metrics([(metric.name.replace("*", "x"), {}, 1.0) for metric in METRICS])
+    names = {family.name for family in text_string_to_metric_families(text)}
+    assert len(names) == len(METRICS)
+
+
+def test_secrets_are_starred_and_settings_are_not():
+    tree = {
+        "experience": {"redis_url": "redis://me:hunter2@host:6379/0"},
+        "environment": {"options": {"api_key": "sk-1", "judge_token": "t", "nested": [{"password": "p"}]}},
+        "model": {"tokenizer": "models/tiny"},
+        "rollout": {"max_new_tokens": 8},
+    }
+    shown = json.dumps(redact(tree))
+    assert not any(secret in shown for secret in ("hunter2", "sk-1", '"t"', '"p"'))
+    assert "models/tiny" in shown
+    assert redact(tree)["rollout"] == {"max_new_tokens": 8}
