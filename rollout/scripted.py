@@ -71,9 +71,9 @@ class CodePointTokenizer:
         return self.encode_observation(self.render([chat_message(message) for message in content]))
 
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The tools' names, then the messages, one a line."""
+        """The tools' names, then the messages, one a line, and `assistant: ` for the policy to go on from."""
         names = f"tools: {', '.join(tool['function']['name'] for tool in tools)}\n" if tools else ""
-        return names + "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return names + "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
     def encode_observation(self, text: str) -> Int32Array:
         """(T,) int32."""
