@@ -58,16 +58,19 @@ models/addition/train.jsonl: | models/smollm2-135m/config.json
 models/tiny/config.json: | $(VENV)/.ready
 	$(BIN)/python -m rollout.tiny models/tiny
 
+models/tiny-tools/config.json: | $(VENV)/.ready
+	$(BIN)/python -m rollout.tiny_tools models/tiny-tools
+
 demo: setup models/smollm2-135m/config.json models/addition/train.jsonl
 	$(BIN)/laminar run deploy/recipes/demo.toml
 
-test: test-fast models/tiny/config.json
+test: test-fast models/tiny/config.json models/tiny-tools/config.json
 	$(BIN)/python -m pytest -q -m "not slow and not sglang" tests/e2e
 
 test-fast: setup
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not sglang" tests/unit tests/contract tests/architecture
 
-test-slow: setup models/tiny/config.json
+test-slow: setup models/tiny/config.json models/tiny-tools/config.json
 	$(BIN)/python -m pytest -q -m slow
 
 # The real SGLang server: the engine contract, and one run. About six minutes on two cores, after the environment is made.

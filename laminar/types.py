@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from laminar.errors import InvariantError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Written into every encoded trajectory; a reader refuses what it does not know."""
 
 Int32Array = npt.NDArray[np.int32]
@@ -250,7 +250,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One attempt at a prompt, from first token to reward."""
+    """One attempt at a prompt, from first token to reward.
+
+    `counts` says how often something noteworthy happened in it, by name (`malformed_calls`, `drifted_turns`);
+    zeros are left out.
+    """
 
     trajectory_id: str
     group_id: str
@@ -267,6 +271,7 @@ class Trajectory:
     turns: tuple[Turn, ...] = ()
     timings: Timings = Timings()
     worker: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from laminar.errors import ConfigError
 from laminar.seeds import trajectory_seed
 from laminar.types import (
     ClaimedGroup,
@@ -34,6 +33,7 @@ from rollout.generation import Generator
 from rollout.journal import Journal
 from rollout.rewards.base import RewardContext
 from rollout.rewards.scorer import RewardScorer, Score, finite_number
+from rollout.showing import Showing
 from rollout.tokens import Tokenizer
 from rollout.transcript import Transcript
 from rollout.turn import TurnSampler
@@ -56,6 +56,9 @@ async def play_episode(
     sampling: SamplingParameters,
     run_seed: int,
     wall_seconds: float,
+    max_turns: int | None = None,
+    max_tokens: int | None = None,
+    strict_template: bool = False,
     purpose: Purpose = Purpose.TRAIN,
     worker: str = "",
     journal: Journal | None = None,
@@ -73,6 +76,9 @@ async def play_episode(
         sampling: how tokens are drawn. Its seed is replaced; `max_new_tokens` is the budget of the whole episode.
         run_seed: seed of the run's sampling noise.
         wall_seconds: budget of the episode, environment and rewards included.
+        max_turns: most turns; None: as many as the environment wants.
+        max_tokens: most tokens of the trajectory, given ones included; None: not limited.
+        strict_template: a chat template that does not write what was sampled is a failure.
         purpose: what the trajectory is for.
         worker: who plays, for the record.
         journal: hears of what is sampled, and knows what an earlier owner of this attempt has left.
@@ -82,12 +88,16 @@ async def play_episode(
     """
     identity = trajectory_id(group.group_id, member)
     sampling = replace(sampling, seed=trajectory_seed(run_seed, identity, attempt))
+    transcript = Transcript()
     episode = _Episode(
         prompt=group.prompt,
         trajectory_id=identity,
-        sampler=TurnSampler(engine, tokenizer, sampling, journal),
+        sampler=TurnSampler(engine, tokenizer, sampling, journal, max_tokens),
         scorer=scorer,
         clock=_Clock(wall_seconds),
+        transcript=transcript,
+        showing=Showing(tokenizer, transcript, max_tokens, strict_template),
+        max_turns=max_turns,
     )
     score = await episode.play(make_environment)
     return Trajectory(
@@ -106,6 +116,7 @@ async def play_episode(
         turns=episode.transcript.turns,
         timings=episode.clock.timings(),
         worker=worker,
+        counts={name: count for name, count in episode.showing.counts.items() if count},
     )
 
 
@@ -160,7 +171,9 @@ class _Episode:
     sampler: TurnSampler
     scorer: RewardScorer
     clock: _Clock
-    transcript: Transcript = field(default_factory=Transcript)
+    transcript: Transcript
+    showing: Showing
+    max_turns: int | None = None
     finish_reason: FinishReason | None = None
     texts: list[str] = field(default_factory=list)
     environment_terms: dict[str, float] = field(default_factory=dict)
@@ -169,10 +182,11 @@ class _Episode:
         """The boundary where an episode ends: a score, or a failure with its kind."""
         try:
             async with self._open(make_environment) as environment:
-                observation: Observation | None = await self._reset(environment)
-                while observation is not None:
-                    self._show(observation)
-                    observation = await self._step(environment, await self._answer())
+                self.showing.begin(await self._reset(environment))
+                while (observation := await self._step(environment, await self._answer())) is not None:
+                    if self._is_spent() or not self.showing.go_on(observation):
+                        self.finish_reason = self._limit()
+                        break
                 return await self._judge()
         except EpisodeError as error:
             if error.failure.kind is FailureKind.TIMEOUT:
@@ -220,24 +234,6 @@ class _Episode:
             raise _nonsense("reset", observation, "an Observation")
         return observation
 
-    def _show(self, observation: Observation) -> None:
-        """Append what the policy is to answer."""
-        tokenizer, content = self.sampler.tokenizer, observation.content
-        if not self.transcript.num_tokens:
-            try:
-                token_ids = tokenizer.encode(content)
-            except ConfigError as error:
-                raise EpisodeError(FailureKind.ENVIRONMENT, f"the first observation cannot be encoded: {error}") from error
-            if not len(token_ids):
-                raise EpisodeError(
-                    FailureKind.ENVIRONMENT, "the first observation is empty; the policy needs a token to go on from"
-                )
-        elif isinstance(content, str):
-            token_ids = tokenizer.encode_observation(content)
-        else:
-            raise _nonsense("step", content, "an observation of plain text after the first turn")
-        self.transcript.add_given(token_ids)
-
     async def _answer(self) -> str:
         """Sample a turn; its text."""
         async with self.clock.bound("generate"):
@@ -256,14 +252,20 @@ class _Episode:
         for name, value in result.reward_terms.items():
             number = finite_number(value, f"environment step, term {name!r},")
             self.environment_terms[name] = self.environment_terms.get(name, 0.0) + number
+        self.showing.counts.update(_whole_counts(result.counts))
         if result.done:
             return None
         if not isinstance(result.observation, Observation):
             raise _nonsense("step", result.observation, "an Observation, or done=True")
-        if self.transcript.num_sampled_tokens >= self.sampler.sampling.max_new_tokens:
-            self.finish_reason = FinishReason.MAX_TOKENS
-            return None
         return result.observation
+
+    def _limit(self) -> FinishReason:
+        """Which budget ends an episode that its environment has not ended: turns, or else tokens."""
+        is_last = self.max_turns is not None and len(self.transcript.turns) >= self.max_turns
+        return FinishReason.MAX_TURNS if is_last else FinishReason.MAX_TOKENS
+
+    def _is_spent(self) -> bool:
+        return self._limit() is FinishReason.MAX_TURNS or self.sampler.budget(self.transcript) <= 0
 
     async def _judge(self) -> Score:
         """The environment's terms, each of weight 1, and the configured ones."""
@@ -285,6 +287,13 @@ class _Episode:
         if not (self.environment_terms or score.terms):
             raise EpisodeError(FailureKind.USER_BUG, "neither the environment nor [[rewards]] gave a reward; configure one")
         return Score(score.reward + sum(self.environment_terms.values()), {**score.terms, **self.environment_terms})
+
+
+def _whole_counts(counts: object) -> dict[str, int]:
+    """What a step wants counted, checked."""
+    if isinstance(counts, Mapping) and all(isinstance(name, str) and type(count) is int for name, count in counts.items()):
+        return dict(counts)
+    raise EpisodeError(FailureKind.USER_BUG, "environment step returned `counts` that are no whole numbers by name")
 
 
 def _nonsense(method: str, value: object, wanted: str) -> EpisodeError:

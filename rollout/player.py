@@ -4,6 +4,7 @@ It knows the config, not groups' leases, weights or engines' processes.
 """
 
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import longest_row_tokens
 from laminar.types import ClaimedGroup, Purpose, SamplingParameters, Trajectory
 from rollout.environments.factory import build_environment_factory
 from rollout.episode import play_episode
@@ -47,6 +48,9 @@ class Player:
             sampling=sampling_for(self._config, purpose),
             run_seed=self._config.run.seed,
             wall_seconds=self._config.environment.wall_seconds,
+            max_turns=self._config.environment.max_turns,
+            max_tokens=longest_row_tokens(self._config),
+            strict_template=self._config.environment.strict_template,
             purpose=purpose,
             worker=self._worker,
             journal=journal,

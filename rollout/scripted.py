@@ -3,14 +3,16 @@
 Both are deterministic and need neither torch nor files. One character is one token: its code point.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from laminar.errors import EngineError
 from laminar.types import FinishReason, Int32Array, Message, SamplingParameters, WeightVersion, sampled
 from rollout.generation import Generation, OnSegment
+from rollout.tokens import ChatMessage, chat_message
 
 VERSION = WeightVersion(0, 0)
 
@@ -64,8 +66,14 @@ class CodePointTokenizer:
 
     def encode(self, content: str | tuple[Message, ...]) -> Int32Array:
         """(T,) int32: the text, or the messages one a line."""
-        text = content if isinstance(content, str) else "".join(f"{m.role}: {m.content}\n" for m in content)
-        return self.encode_observation(text)
+        if isinstance(content, str):
+            return self.encode_observation(content)
+        return self.encode_observation(self.render([chat_message(message) for message in content]))
+
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The tools' names, then the messages, one a line, and `assistant: ` for the policy to go on from."""
+        names = f"tools: {', '.join(tool['function']['name'] for tool in tools)}\n" if tools else ""
+        return names + "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
     def encode_observation(self, text: str) -> Int32Array:
         """(T,) int32."""

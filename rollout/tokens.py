@@ -2,18 +2,22 @@
 
 Raw text gets the tokenizer's own leading token (such as BOS) if the tokenizer adds one by default, and never a trailing one.
 Chat messages go through the model's chat template, which writes its special tokens itself. Later observations are encoded
-alone and appended: what was sampled is never encoded again.
+alone and appended: what was sampled is never encoded again (`rollout.dialogue` finds out what is new).
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import jinja2
 import numpy as np
 
 from laminar.errors import ConfigError
 from laminar.types import Int32Array, Message, Prompt
+
+ChatMessage = Mapping[str, Any]
+"""A message as chat templates take it: `role`, `content`, and what else the template knows."""
 
 
 class Tokenizer(Protocol):
@@ -29,6 +33,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int] | Int32Array, *, keep_special: bool = False) -> str:
         """Text of (T,) ids, special tokens left out unless `keep_special`."""
+        ...
+
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = (), /) -> str:
+        """The chat template's text of a whole conversation, up to where the policy is to go on."""
         ...
 
 
@@ -55,18 +63,30 @@ class HuggingFaceTokenizer:
         """(T,) int32: raw text with the tokenizer's leading token, or messages through the chat template.
 
         Raises:
-            ConfigError: messages, but no chat template.
+            ConfigError: messages, but no chat template, or one that refuses them.
         """
         if isinstance(content, str):
             return np.concatenate([self._leading, self.encode_observation(content)])
+        return self.encode_observation(self.render([chat_message(message) for message in content]))
+
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The chat template's text, with its generation prompt.
+
+        Raises:
+            ConfigError: there is no template, or it refuses these messages.
+        """
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"tokenizer {self._name} has no chat template; use raw text prompts or a chat model's tokenizer"
             )
-        messages = [{"role": message.role, "content": message.content} for message in content]
-        return self.encode_observation(
-            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        )
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+                )
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(f"the chat template of {self._name} refuses these messages: {error}") from error
 
     def encode_observation(self, text: str) -> Int32Array:
         """(T,) int32: exactly this text, nothing added."""
@@ -105,6 +125,11 @@ class HuggingFaceTokenizer:
         bos = self._tokenizer.bos_token_id
         adds_bos = bos is not None and self._tokenizer("a")["input_ids"][:1] == [bos]
         return np.asarray([bos] if adds_bos else [], dtype=np.int32)
+
+
+def chat_message(message: Message) -> ChatMessage:
+    """As chat templates take it."""
+    return {"role": message.role, "content": message.content}
 
 
 def load_tokenizer(folder: str | Path) -> HuggingFaceTokenizer:

@@ -1,4 +1,4 @@
-"""The token record of one episode while it is played: one append-only chain, its turns, and the budget that is left.
+"""The token record of one episode while it is played: append-only chains, of which the last is open, and their turns.
 
 Invariants: ids, log-probs and versions grow together, segment by segment (case D12); nothing already there is changed, but a
 turn's end is cut off behind its stop text. Pure: no I/O, no clock.
@@ -17,6 +17,7 @@ class Transcript:
     """Segments so far, and where the turns lie in them."""
 
     def __init__(self) -> None:
+        self._closed: list[Chain] = []
         self._segments: list[Segment] = []
         self._turns: list[Turn] = []
         self._turn_segment = 0
@@ -24,13 +25,18 @@ class Transcript:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, given and sampled."""
-        return sum(len(segment) for segment in self._segments)
+        """Tokens so far, given and sampled, of all chains."""
+        return sum(chain.num_tokens for chain in self._closed) + self._open_tokens
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy drew so far."""
-        return sum(len(segment) for segment in self._segments if segment.is_sampled)
+        """Tokens that the policy drew so far, in all chains."""
+        segments = [segment for chain in self._closed for segment in chain.segments] + self._segments
+        return sum(len(segment) for segment in segments if segment.is_sampled)
+
+    @property
+    def _open_tokens(self) -> int:
+        return sum(len(segment) for segment in self._segments)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -38,7 +44,7 @@ class Transcript:
         return tuple(self._turns)
 
     def token_ids(self) -> Int32Array:
-        """(T,) int32: the whole context, as the next request must carry it."""
+        """(T,) int32: the open chain, as the next request must carry it."""
         return Chain(tuple(self._segments)).token_ids()
 
     def turn_token_ids(self) -> Int32Array:
@@ -51,14 +57,20 @@ class Transcript:
 
     def chains(self) -> tuple[Chain, ...]:
         """The record as a trajectory stores it; empty if nothing was ever said."""
-        return (Chain(tuple(self._segments)),) if self._segments else ()
+        return (*self._closed, Chain(tuple(self._segments))) if self._segments else tuple(self._closed)
+
+    def begin_chain(self) -> None:
+        """Close the open chain: what follows has another context."""
+        if self._segments:
+            self._closed.append(Chain(tuple(self._segments)))
+            self._segments = []
 
     def add_given(self, token_ids: Int32Array) -> None:
         """Append outside text, and open the next turn behind it."""
         if len(token_ids):
             self._segments.append(given(token_ids))
         self._turn_segment = len(self._segments)
-        self._turn_start = self.num_tokens
+        self._turn_start = self._open_tokens
 
     def add_sampled(self, segments: Sequence[Segment]) -> None:
         """Append one part of the open turn; a part that drew nothing adds nothing."""
@@ -80,7 +92,7 @@ class Transcript:
 
     def end_turn(self, reason: FinishReason) -> None:
         """Note where the open turn ended, and why."""
-        self._turns.append(Turn(chain=0, start=self._turn_start, end=self.num_tokens, finish_reason=reason))
+        self._turns.append(Turn(len(self._closed), self._turn_start, self._open_tokens, reason))
 
 
 def first_stop(token_ids: Int32Array, stop: Sequence[str], decode: Decode) -> int | None:

@@ -24,12 +24,25 @@ _RESUME_DELAY_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class TurnSampler:
-    """Samples turns into a transcript. `sampling.max_new_tokens` is the budget of all turns together."""
+    """Samples turns into a transcript.
+
+    Attributes:
+        engine, tokenizer: what draws tokens, and what makes text of them.
+        sampling: how tokens are drawn; `max_new_tokens` is the budget of all turns together.
+        journal: hears of what is sampled.
+        max_tokens: most tokens of the whole transcript, given ones included; None if they are not limited.
+    """
 
     engine: Generator
     tokenizer: Tokenizer
     sampling: SamplingParameters
     journal: Journal | None = None
+    max_tokens: int | None = None
+
+    def budget(self, transcript: Transcript) -> int:
+        """Tokens that may still be sampled."""
+        budget = self.sampling.max_new_tokens - transcript.num_sampled_tokens
+        return budget if self.max_tokens is None else min(budget, self.max_tokens - transcript.num_tokens)
 
     async def sample(self, transcript: Transcript) -> FinishReason:
         """Append one turn to a transcript that ends with what the policy must answer.
@@ -40,9 +53,8 @@ class TurnSampler:
         reason = self._resume(transcript)
         fruitless, trouble = 0, ""
         while reason is None:
-            budget = self.sampling.max_new_tokens - transcript.num_sampled_tokens
             try:
-                generation = await self._request(transcript, budget)
+                generation = await self._request(transcript, self.budget(transcript))
             except EngineError as error:
                 if self.journal is None or not transcript.num_sampled_tokens:
                     raise EpisodeError(FailureKind.ENGINE, f"the engine failed: {error}") from error
@@ -73,7 +85,7 @@ class TurnSampler:
             return FinishReason.STOP
         if reason is not FinishReason.ABORT:
             return reason
-        is_spent = transcript.num_sampled_tokens >= self.sampling.max_new_tokens  # aborted on the very last token
+        is_spent = self.budget(transcript) <= 0  # aborted on the very last token
         return FinishReason.LENGTH if is_spent else None
 
     async def _request(self, transcript: Transcript, budget: int) -> Generation:

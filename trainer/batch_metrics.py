@@ -29,7 +29,7 @@ def batch_metrics(groups: Sequence[Sequence[Trajectory]], trained_on: int, oldes
     good = [trajectory for trajectory in trajectories if trajectory.failure is None]
     metrics = {"reward/zero_std_ratio": _mean(not is_informative([t.reward for t in group]) for group in groups)}
     if good:
-        metrics |= _rewards(good) | _lengths(good) | _staleness(good, trained_on)
+        metrics |= _rewards(good) | _lengths(good) | _episodes(good) | _staleness(good, trained_on)
         metrics["staleness/masked_tokens"] = float(sum(num_over_age_tokens(t, oldest_trained) for t in good))
     return metrics
 
@@ -61,6 +61,15 @@ def _lengths(good: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/response_tokens_finished_mean": _mean(finished),
         "rollout/truncated_ratio": _mean(trajectory.is_truncated for trajectory in good),
         "rollout/mixed_version_ratio": _mean(len(set(trajectory.versions())) > 1 for trajectory in good),
+    }
+
+
+def _episodes(good: Sequence[Trajectory]) -> dict[str, float]:
+    names = sorted({name for trajectory in good for name in trajectory.counts})
+    return {
+        "rollout/turns_mean": _mean(len(trajectory.turns) for trajectory in good),
+        "rollout/chains_mean": _mean(len(trajectory.chains) for trajectory in good),
+        **{f"rollout/count_{name}": _mean(trajectory.counts.get(name, 0) for trajectory in good) for name in names},
     }
 
 

@@ -75,11 +75,16 @@ def _group_faults(config: LaminarConfig) -> Iterator[str]:
 
 
 def _capacity_faults(config: LaminarConfig) -> Iterator[str]:
-    longest = longest_row_tokens(config)
-    row = (
-        f"the longest trajectory has {longest} tokens (`data.max_prompt_tokens` {config.data.max_prompt_tokens} + "
-        f"`rollout.max_new_tokens` {config.rollout.max_new_tokens}) and must fit; raise the one or lower the others"
-    )
+    longest, limit = longest_row_tokens(config), config.environment.max_trajectory_tokens
+    prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    parts = f"`data.max_prompt_tokens` {prompt} + `rollout.max_new_tokens` {answer}"
+    source = parts if limit is None else "`environment.max_trajectory_tokens`"
+    row = f"the longest trajectory has {longest} tokens ({source}) and must fit; raise the one or lower the others"
+    if limit is not None and limit <= prompt:
+        yield (
+            f"`environment.max_trajectory_tokens` is {limit}, not above `data.max_prompt_tokens` = {prompt}: "
+            "a long prompt would leave no token for an answer; raise it"
+        )
     needed = config.trainer.prompts_per_step * bytes_per_group(config)
     if config.experience.max_bytes < needed:
         yield (

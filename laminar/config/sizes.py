@@ -29,8 +29,8 @@ class ModelSize:
 
 
 def longest_row_tokens(config: LaminarConfig) -> int:
-    """The longest trajectory that can be trained, prompt and answer."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    """The longest trajectory that can be trained: prompt, answers, observations, in all its chains."""
+    return config.environment.max_trajectory_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def bytes_per_group(config: LaminarConfig) -> int:

@@ -76,6 +76,13 @@ class EnvironmentConfig(Plugin):
     """`single_turn`, or `"package.module:Attr"`."""
     wall_seconds: float = Field(600, gt=0)
     """Budget of one episode, environment and reward included."""
+    max_turns: int | None = Field(None, ge=1)
+    """Most answers in one episode; unset: as many as the environment wants."""
+    max_trajectory_tokens: int | None = Field(None, ge=2)
+    """Longest trajectory in tokens: prompt, answers and observations in all its chains. Unset: `data.max_prompt_tokens` +
+    `rollout.max_new_tokens`, which leaves little for observations."""
+    strict_template: bool = False
+    """A chat template that does not write a turn as it was sampled is a failure; else such turns are counted."""
 
 
 class RewardConfig(Plugin):

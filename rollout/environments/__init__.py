@@ -1,4 +1,7 @@
 """Environments: what an episode plays against. To add one, see rollout/README.md."""
 
-ENVIRONMENTS = {"single_turn": "rollout.environments.single_turn:SingleTurn"}
+ENVIRONMENTS = {
+    "single_turn": "rollout.environments.single_turn:SingleTurn",
+    "tools": "rollout.environments.tools:Tools",
+}
 """Names that `[environment] kind` knows."""

@@ -6,16 +6,23 @@ It may have a nested `Options(Section)`; then it is built with one. This module 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from laminar.types import Message, Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy is shown next: raw text, or (at reset only) chat messages."""
+    """What the policy is shown next.
+
+    Attributes:
+        content: raw text, or chat messages. An episode that began with messages goes on with messages: later ones are only
+            what is new (a tool's result, a user's answer), and plain text then stands for one message of the user.
+        tools: at reset only, the JSON schemas of functions that the chat template is to show.
+    """
 
     content: str | tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +33,13 @@ class StepResult:
         done: whether the episode is over.
         observation: what the policy is shown next; None when done.
         reward_terms: named rewards of this step, one finite number each; the steps' terms are summed by name.
+        counts: what is worth counting in this step, such as malformed calls; summed by name into the trajectory's counts.
     """
 
     done: bool
     observation: Observation | None = None
     reward_terms: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 class Environment(Protocol):

@@ -54,6 +54,11 @@ def test_the_defaults_are_right_without_a_word(folder):
     ("text", "sentence"),
     [
         ("rollout.group_size = 1", "`rollout.group_size` is 1: grpo compares a group's members"),
+        ("environment.max_trajectory_tokens = 1024", "is 1024, not above `data.max_prompt_tokens` = 1024"),
+        (
+            "environment.max_trajectory_tokens = 70000",
+            "the longest trajectory has 70000 tokens (`environment.max_trajectory_tokens`) and must fit",
+        ),
         (
             "rollout.group_size = 2\nrollout.min_group_size = 3",
             "`rollout.min_group_size` is 3, above `rollout.group_size` = 2",

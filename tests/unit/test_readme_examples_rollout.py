@@ -13,6 +13,7 @@ from rollout.environments.factory import build_environment_factory
 from rollout.episode import play_episode
 from rollout.rewards.scorer import build_scorer
 from rollout.scripted import CodePointTokenizer, ScriptedEngine
+from rollout.tools.calls import write_call
 
 README = Path(rollout.__file__).parent / "README.md"
 
@@ -23,23 +24,28 @@ def blocks(language):
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
-    """Writes the modules where a user would, and gives the TOML."""
+    """Writes the modules where a user would, and gives the TOML: rewards, and environments by kind."""
     for code in blocks("python"):
         (tmp_path / code.split("\n", 1)[0].removeprefix("# ")).write_text(code, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    return tomllib.loads("\n".join(blocks("toml")))
+    found = {}
+    for table in map(tomllib.loads, blocks("toml")):
+        found |= (
+            {"rewards": table["rewards"]} if "rewards" in table else {table["environment"]["kind"]: table["environment"]}
+        )
+    return found
 
 
-async def play(examples, script, *, rewards):
+async def play(examples, script, *, environment=None, rewards=()):
     return await play_episode(
         group=ClaimedGroup("00000000", 0, Prompt("p", "8 + 9 =", {"answer": "17"}), (0,), 0),
         member=0,
         attempt=0,
         engine=ScriptedEngine(script),
-        make_environment=build_environment_factory(EnvironmentConfig(**(examples["environment"] if not rewards else {}))),
-        scorer=build_scorer([RewardConfig(**entry) for entry in examples["rewards"]] if rewards else []),
+        make_environment=build_environment_factory(EnvironmentConfig(**(examples[environment] if environment else {}))),
+        scorer=build_scorer([RewardConfig(**entry) for entry in rewards]),
         tokenizer=CodePointTokenizer(),
-        sampling=SamplingParameters(1.0, 16, 0),
+        sampling=SamplingParameters(1.0, 200, 0),
         run_seed=0,
         wall_seconds=10,
     )
@@ -47,7 +53,7 @@ async def play(examples, script, *, rewards):
 
 @pytest.mark.parametrize(("answer", "reward"), [(" 17\n", 0.5), (" 18", 0.25), (" seventeen", 0.0), ("\n", 0.0)])
 async def test_reward_example_scores_as_it_says(examples, answer, reward):
-    trajectory = await play(examples, [answer], rewards=True)
+    trajectory = await play(examples, [answer], rewards=examples["rewards"])
     assert trajectory.reward == reward
     assert set(trajectory.reward_terms) == {"close"}
 
@@ -56,8 +62,19 @@ async def test_reward_example_scores_as_it_says(examples, answer, reward):
     ("script", "reward", "num_turns"), [([" 17"], 1.0, 1), ([" 16", " 17"], 0.5, 2), ([" 16", " 15"], 0.0, 2)]
 )
 async def test_environment_example_plays_as_it_says(examples, script, reward, num_turns):
-    trajectory = await play(examples, script, rewards=False)
+    trajectory = await play(examples, script, environment="my_world:SecondChance")
     assert (trajectory.reward, len(trajectory.turns)) == (reward, num_turns)
+
+
+@pytest.mark.parametrize(
+    ("city", "told"), [("Oslo", "709000"), ("Rome", "error: Rome is not known; try one of Oslo, Bergen")]
+)
+async def test_tools_example_plays_as_it_says(examples, city, told):
+    script = [write_call("population", {"city": city}), "17"]
+    trajectory = await play(examples, script, environment="tools", rewards=[{"kind": "exact_match"}])
+    text = "".join(map(chr, trajectory.chains[0].token_ids()))
+    assert f"\ntool: {told}\nassistant: 17" in text
+    assert trajectory.reward == 1.0
 
 
 def test_readme_lists_every_module():

@@ -1,0 +1,7 @@
+"""Tools: what a policy may call in environment `tools`. To add one, see rollout/README.md."""
+
+TOOLS = {
+    "calculate": "rollout.tools.calculator:calculate",
+    "search": "rollout.tools.search:Search",
+}
+"""Names that `[environment.options] tools` knows."""

@@ -1,0 +1,22 @@
+"""The tools recipe from end to end: over several turns, a tiny model learns to ask its calculator the right question."""
+
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+RECIPE = Path(__file__).resolve().parents[2] / "deploy" / "recipes" / "tools.toml"
+
+
+def test_the_tools_recipe_learns_over_several_turns(start):
+    run = start("eval.path=", recipe=RECIPE)
+    assert run.wait(240) == 0, run.text()
+    steps = run.lines()
+    assert len(steps) == 40
+    rewards = [line["reward/mean"] for line in steps]
+    assert sum(rewards[-5:]) / 5 >= sum(rewards[:5]) / 5 + 0.15
+    assert max(line["rollout/turns_mean"] for line in steps) > 1.5
+    assert max(line["rollout/chains_mean"] for line in steps) == 1
+    assert any(line.get("rollout/count_tool_calls", 0) > 0.5 for line in steps)
+    assert run.leftovers() == []
