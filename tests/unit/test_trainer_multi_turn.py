@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from trainer.algorithms.grpo import Grpo
 
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, Turn, WeightVersion, given, sampled
-from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.options import GrpoOptions
 from trainer.batch_metrics import batch_metrics
 from trainer.plan import build_rows, plan_step
