@@ -11,7 +11,7 @@ claims are not counted, encoding and decoding are. Side by side in one run, orde
   actors. Needs an interpreter that has it (`--peer-python`); left out, and said so, without. Bar: ahead.
 - flat: milliseconds a 200-token trajectory with 1,000 and with 100,000 (--quick: 20,000) others buffered, by turns on two
   servers. Bar: within 20 %.
-- fetch (full mode only): 1,024 trajectories of 16,000 tokens read by 1, 2 and 4 ranks at once.
+- fetch (full mode only): a batch of 8,192 trajectories of 16,000 tokens, taken, and read by 1, 2 and 4 ranks at once.
 
 CPU microseconds a trajectory, of all processes together, are reported too: other load on the machine hardly moves them.
 The printed value is the worst ratio to its bar over all bars that were measured.
@@ -45,7 +45,9 @@ BARS = {"bare_200": 0.2, "bare_16000": 0.5, "pickle": 1.0, "peer": 1.0}
 FLAT_BAR = 1.2
 FLAT_STEPS = 8
 WINDOW = 1024
-"""Trajectories in one step of the flatness and fetch measurements."""
+"""Trajectories in one step of the flatness measurement."""
+LARGE_BATCH = 8192
+"""Trajectories in the batch of the fetch measurement."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +158,14 @@ async def measure_flatness(urls: Sequence[str], levels: Sequence[int]) -> dict[s
 
 
 async def measure_fetch(url: str) -> dict[str, float]:
-    """Megabytes a second when ranks read a batch of 1,024 trajectories of 16,000 tokens, each its share."""
+    """Megabytes a second when ranks read a batch of trajectories of 16,000 tokens, each its share; and how it got there."""
     client = await connect(url)
-    run = await claimed_run(ExperienceStore(client, "fetch"), WINDOW // GROUP_SIZE)
-    await run.submit(0, WINDOW, 16_000)
-    figures = {}
+    run = await claimed_run(ExperienceStore(client, "fetch"), LARGE_BATCH // GROUP_SIZE)
+    started = time.perf_counter()
+    await run.submit(0, LARGE_BATCH, 16_000)
+    submitted = time.perf_counter()
+    await run.buffer.take(0, 1, run.groups)
+    figures = {"submit_seconds": submitted - started, "take_seconds": time.perf_counter() - submitted}
     for ranks in (1, 2, 4):
         processes = []
         started = time.perf_counter()
@@ -170,8 +175,12 @@ async def measure_fetch(url: str) -> dict[str, float]:
                 sys.executable, "-m", "benchmarks.buffer_sides", url, "fetch", *share, stdout=asyncio.subprocess.PIPE
             ))  # fmt: skip
         seconds = [float((await process.communicate())[0]) for process in processes]
-        figures[str(ranks)] = WINDOW * 16_000 * 8 / 1e6 / max(seconds)
+        figures[str(ranks)] = LARGE_BATCH * 16_000 * 8 / 1e6 / max(seconds)
         figures[f"{ranks}_with_start_up_seconds"] = time.perf_counter() - started
+    started = time.perf_counter()
+    await run.buffer.publish(0, 1)
+    await run.buffer.ack(0, 1)
+    figures["publish_and_ack_seconds"] = time.perf_counter() - started
     await client.aclose()
     return figures
 

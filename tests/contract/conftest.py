@@ -1,9 +1,10 @@
-"""Fixtures for tests that kill the data module's server: one of the test's own."""
+"""Fixtures for tests that kill the data module's server, one of the test's own, and for those that train in this process."""
 
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import redis
@@ -11,6 +12,9 @@ from redis.asyncio import Redis
 
 from laminar.experience.client import connect
 from laminar.experience.server import EmbeddedServer
+
+if TYPE_CHECKING:
+    from trainer.ranks import Ranks
 
 
 @pytest.fixture
@@ -63,3 +67,16 @@ def reboot(kill: Callable[[EmbeddedServer], None], append_only_file: Callable[[]
         server.start()
 
     return reboot_server
+
+
+@pytest.fixture(scope="session")
+def ranks() -> "Iterator[Ranks]":
+    """This process as the only rank. DeepSpeed keeps the first process group it meets, so there is one for all tests."""
+    import torch
+
+    from trainer.ranks import join_ranks
+
+    torch.set_num_threads(1)
+    alone = join_ranks(0, 1)
+    yield alone
+    alone.leave()

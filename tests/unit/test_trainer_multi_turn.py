@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from trainer.algorithms.grpo import Grpo
 
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, Turn, WeightVersion, given, sampled
-from trainer.algorithms.options import GrpoOptions
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.presets import GrpoOptions
 from trainer.batch_metrics import batch_metrics
 from trainer.plan import build_rows, plan_step
 
@@ -45,7 +45,7 @@ def two_chains(name, reward):
 
 def trained_tokens(group):
     """(id, log-prob, advantage, trained tokens of its trajectory) of every trained token of the better sibling."""
-    plan = plan_step([group], Grpo(GrpoOptions()), mini_batches=1, max_tokens=64, num_ranks=1, share_prompts=False)
+    plan = plan_step([group], PolicyGradient(GrpoOptions()), mini_batches=1, max_tokens=64, num_ranks=1, share_prompts=False)
     rows = [row for row in build_rows(plan.rows, group, 0) if row.shape.name == "good"]
     return [
         (int(token), float(logprob), row.advantage, row.sequence_tokens)
