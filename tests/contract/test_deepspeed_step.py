@@ -135,14 +135,6 @@ def model_path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    torch.set_num_threads(1)
-    alone = join_ranks(0, 1)
-    yield alone
-    alone.leave()
-
-
-@pytest.fixture(scope="module")
 def reference(model_path):
     return plain_loop(model_path)
 

@@ -18,7 +18,6 @@ from trainer.algorithms import ALGORITHM_OPTIONS
 from trainer.algorithms.policy_gradient import PolicyGradient
 from trainer.algorithms.presets import GrpoOptions
 from trainer.engine import TrainerEngine
-from trainer.ranks import join_ranks
 from trainer.session import build_algorithm
 from trainer.step import train_step
 
@@ -72,14 +71,6 @@ def save_model(path, seed, vocab_size=41):
 def models(tmp_path_factory):
     """The policy, and another model as reference."""
     return [save_model(tmp_path_factory.mktemp("model"), seed) for seed in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    torch.set_num_threads(1)
-    alone = join_ranks(0, 1)
-    yield alone
-    alone.leave()
 
 
 CASES = {

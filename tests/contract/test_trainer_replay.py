@@ -98,14 +98,6 @@ def model_path(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    torch.set_num_threads(1)
-    alone = join_ranks(0, 1)
-    yield alone
-    alone.leave()
-
-
 @pytest.mark.parametrize("settings", [{}, {"mini_batches": 2, "max_tokens_per_micro_batch": 24}], ids=["whole", "split"])
 def test_replayed_steps_give_bit_identical_weights_and_optimizer(settings, model_path, ranks, tmp_path):
     config, algorithm = make_config(model_path, **settings), PolicyGradient(GrpoOptions())
