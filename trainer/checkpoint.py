@@ -1,7 +1,8 @@
 """Saving and restoring a rank's whole state: weights, optimizer, random states, and what rank 0's loop adds.
 
 A checkpoint holds `model/` (a loadable Hugging Face folder), `optimizer_000.safetensors` for each share of the optimizer
-state, `rng_000.json` for each rank, and `extra.json`. No file is a pickle. All ranks save and load together, and fail
+state, with a critic `critic.safetensors` and `critic_optimizer_000.safetensors` likewise, `rng_000.json` for each rank, and
+`extra.json`. No file is a pickle. All ranks save and load together, and fail
 together; the learning rate needs no state (`trainer.schedule`). `trainer.checkpoint_folder` says what makes a checkpoint.
 """
 
@@ -23,6 +24,7 @@ from trainer.engine import TrainerEngine
 from trainer.ranks import Ranks
 
 _MODEL = "model/model.safetensors"
+_CRITIC = "critic.safetensors"
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -71,6 +73,10 @@ def load(path: Path, engine: TrainerEngine) -> tuple[int, dict[str, Any]]:
             f"{_num_shares(engine)}: resume with the trainer.num_ranks and zero_stage that it was saved with"
         )
     engine.load_state(load_file(path / _MODEL), load_file(path / _optimizer_name(engine)))
+    if engine.critic is not None:
+        if not (path / _CRITIC).exists():
+            raise ConfigError(f"checkpoint {path} is of a run without a critic: resume with the algorithm that saved it")
+        engine.critic.load_state(load_file(path / _CRITIC), load_file(path / f"critic_{_optimizer_name(engine)}"))
     random_states = path / f"rng_{ranks.rank:03d}.json"
     if random_states.exists():  # a replicated optimizer may be resumed on more ranks than saved it
         _restore_random_states(json.loads(random_states.read_text()))
@@ -92,10 +98,23 @@ def _write_share(folder: Path, engine: TrainerEngine) -> None:
         for file in sorted(Path(engine.config.model.path).iterdir()):
             if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
                 shutil.copyfile(file, folder / "model" / file.name)
+    _write_critic(folder, engine)
     if engine.ranks.rank < _num_shares(engine):
         optimizer = {name: tensor.contiguous() for name, tensor in engine.optimizer_tensors().items()}
         save_file(optimizer, folder / _optimizer_name(engine))
     (folder / f"rng_{engine.ranks.rank:03d}.json").write_text(json.dumps(_random_states()))
+
+
+def _write_critic(folder: Path, engine: TrainerEngine) -> None:
+    if engine.critic is None:
+        return
+    if engine.ranks.is_first:
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in engine.critic.state_tensors().items()}, folder / _CRITIC
+        )
+    if engine.ranks.rank < _num_shares(engine):
+        optimizer = {name: tensor.contiguous() for name, tensor in engine.critic.optimizer_tensors().items()}
+        save_file(optimizer, folder / f"critic_{_optimizer_name(engine)}")
 
 
 def _together(ranks: Ranks, what: str, work: Callable[[], object]) -> None:

@@ -2,21 +2,18 @@
 
 It is the module that DeepSpeed wraps, so everything that touches parameters happens inside its forward.
 Invariants: log-probs and entropy come from one distribution, the logits over the sampling temperature, in float32;
-logits exist only at trained places, and at most `max_logits_bytes` of them at once;
-sharing prompts changes neither values nor gradients.
+logits exist only at trained places, and at most `max_logits_bytes` of them at once.
 
 Shapes: B rows, T tokens, P distinct prompts, N trained places, H hidden, V vocabulary.
 """
 
-import inspect
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from laminar.errors import ConfigError
+from trainer.trunk import Trunk
 
 _SCALED_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 """Config entries of models that change the logits after the head, and the values that do nothing."""
@@ -41,9 +38,8 @@ class Policy(nn.Module):
                     f"model.path: its config has {name} = {getattr(model.config, name)}, which is not supported"
                 )
         self.model = model
+        self._trunk = Trunk(model)
         self._max_logits_bytes = max_logits_bytes
-        parameters = inspect.signature(type(model.base_model).forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
     def forward(
         self,
@@ -69,54 +65,14 @@ class Policy(nn.Module):
         Returns:
             (B, T) log-probs with gradient, and (B, T) entropies in nats; both 0 where nothing is asked.
         """
-        if prompt_ids_PT is None:
-            hidden_BTH = self._trunk(token_ids_BT[:, :-1]).last_hidden_state
-            scored_BT = mask_BT[:, 1:]
-            targets_BT = token_ids_BT[:, 1:]
-        else:
-            assert prompt_lengths_P is not None
-            assert prompt_of_row_B is not None
-            hidden_BTH = self._after_prompts(token_ids_BT, prompt_ids_PT, prompt_lengths_P, prompt_of_row_B)
-            scored_BT, targets_BT = mask_BT, token_ids_BT
+        hidden_BTH, scored_BT, targets_BT = self._trunk.before(
+            token_ids_BT, mask_BT, prompt_ids_PT, prompt_lengths_P, prompt_of_row_B
+        )
         temperature_N = temperature_B[:, None].expand_as(scored_BT)[scored_BT]
         inputs = (hidden_BTH[scored_BT], targets_BT[scored_BT], temperature_N)
         logprobs_N, entropy_N = self._score(*inputs, entropy_gradient=entropy_gradient)
         empty_BT = torch.zeros(mask_BT.shape, dtype=logprobs_N.dtype, device=mask_BT.device)
         return empty_BT.masked_scatter(mask_BT, logprobs_N), empty_BT.masked_scatter(mask_BT, entropy_N)
-
-    def _after_prompts(
-        self, token_ids_BT: Tensor, prompt_ids_PT: Tensor, lengths_P: Tensor, prompt_of_row_B: Tensor
-    ) -> Tensor:
-        """Hidden states that predict the tokens after the prompts: the prompt's last, then those of the tokens but the last.
-
-        Keys and values of a prompt are made once and repeated by index to its rows, whose gradients add up there.
-        """
-        num_rows, width = token_ids_BT.shape
-        cache = DynamicCache(config=self.model.config)
-        prompt_hidden_PTH = self._trunk(prompt_ids_PT, cache=cache).last_hidden_state
-        last_PH = prompt_hidden_PTH[torch.arange(len(lengths_P), device=lengths_P.device), lengths_P - 1]
-        last_B1H = last_PH.index_select(0, prompt_of_row_B)[:, None]
-        if width == 1:
-            return last_B1H
-        for layer in cache.layers:
-            layer.keys = layer.keys.index_select(0, prompt_of_row_B)
-            layer.values = layer.values.index_select(0, prompt_of_row_B)
-        lengths_B = lengths_P.index_select(0, prompt_of_row_B)
-        places_T = torch.arange(prompt_ids_PT.shape[1], device=lengths_P.device)
-        seen_BT = torch.cat(
-            [places_T < lengths_B[:, None], lengths_B.new_ones(num_rows, width - 1, dtype=torch.bool)], dim=1
-        )
-        hidden_BTH = self._trunk(
-            token_ids_BT[:, :-1],
-            cache=cache,
-            attention_mask=seen_BT.long(),
-            position_ids=lengths_B[:, None] + torch.arange(width - 1, device=lengths_P.device),
-        ).last_hidden_state
-        return torch.cat([last_B1H, hidden_BTH], dim=1)
-
-    def _trunk(self, token_ids_BT: Tensor, cache: DynamicCache | None = None, **arguments: Tensor) -> Any:
-        known = {} if cache is None else {self._cache_argument: cache}
-        return self.model.base_model(input_ids=token_ids_BT, use_cache=cache is not None, **known, **arguments)
 
     def _score(
         self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, *, entropy_gradient: bool

@@ -35,7 +35,8 @@ class ScoredStep:
     """A step that is ready to be trained.
 
     Attributes:
-        rows: with the scores `advantages` and, as asked for, `proximal_logprobs`, `ref_logprobs`, `weights`.
+        rows: with the scores `advantages` and, as asked for, `proximal_logprobs`, `ref_logprobs`, `weights`,
+            `values` and `returns`.
         mini_batches: those with something left to train, and its denominators.
         mismatch: of the proximal log-probs; None if they were not needed.
         problem: why the step cannot be trained; None if it can.
@@ -66,6 +67,9 @@ def score_step(engine: TrainerEngine, algorithm: Algorithm, plan: StepPlan, rows
         names.append("ref_logprobs")
         with engine.reference as reference:
             rows = _score(engine, names[-1], reference.score, mini_batches, rows)
+    if engine.critic is not None:
+        names.append("values")
+        rows = _score(engine, names[-1], engine.critic.score, mini_batches, rows)
     problem = _first_undefined(engine.ranks, rows, names)
     if problem:
         return ScoredStep(rows, mini_batches, problem=problem)
@@ -152,8 +156,10 @@ def _recount(
 
 
 def _spread_advantages(ranks: Ranks, algorithm: Algorithm, rows: Rows) -> Rows:
-    """Rows with the advantage of each token."""
+    """Rows with the advantage of each token, and with a critic the return that its value should have been."""
     tokens = {index: algorithm.token_advantages(row.advantage, _row_scores(row)) for index, row in rows.items()}
+    if "values" in algorithm.needs:
+        rows = {index: _with(row, "returns", tokens[index] + row.scores["values"]) for index, row in rows.items()}
     if algorithm.whiten:
         mean, std = _moments(ranks, [tokens[index][row.mask] for index, row in rows.items()])
         tokens = {index: (values - mean) / (std + WHITEN_EPSILON) for index, values in tokens.items()}
@@ -169,8 +175,8 @@ def _moments(ranks: Ranks, values: list[Float64Array]) -> tuple[float, float]:
 
 
 def _row_scores(row: Row) -> RowScores:
-    scores = row.scores
-    return RowScores(row.mask, row.rollout_logprobs, scores.get("proximal_logprobs"), scores.get("ref_logprobs"))
+    names = ("proximal_logprobs", "ref_logprobs", "values")
+    return RowScores(row.mask, row.rollout_logprobs, **{name: row.scores.get(name) for name in names})
 
 
 def _difference(row: Row) -> Float64Array:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from trainer.algorithms.base import Algorithm, TokenInputs
 from trainer.algorithms.loss import loss_numerator, non_finite_row, select
-from trainer.engine import TrainerEngine, Update
+from trainer.critic import Critic
+from trainer.engine import TrainerEngine
 from trainer.mismatch import Mismatch
 from trainer.packing import PackedRows, pack_rows
 from trainer.plan import MiniBatchPlan
 from trainer.scoring import Rows
+from trainer.trained_module import Update
 
 _SUMS = ("loss", "policy_loss", "ratio", "clip_low", "clip_high", "entropy", "kl")
 
@@ -32,6 +34,8 @@ class Totals:
     seen_tokens: int = 0
     micro_batches: int = 0
     grad_norms: list[float] = field(default_factory=list)
+    critic_grad_norms: list[float] = field(default_factory=list)
+    value_loss: float = 0.0
     forward_backward_seconds: float = 0.0
     optimizer_seconds: float = 0.0
     scoring_seconds: float = 0.0
@@ -47,6 +51,9 @@ class Totals:
         }
         if not self.grad_norms:
             return metrics
+        if self.critic_grad_norms:
+            metrics["train/critic_grad_norm"] = sum(self.critic_grad_norms) / len(self.critic_grad_norms)
+            metrics["train/value_loss"] = self.value_loss / self.seen_tokens
         return metrics | {
             "train/loss": self.sums["loss"] / self.denominator,
             "train/policy_loss": self.sums["policy_loss"] / self.denominator,
@@ -90,16 +97,14 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     """Forward, backward, update. Returns why the update was not applied, or None."""
     engine, totals, started = work.engine, work.totals, time.perf_counter()
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=engine.ranks.device)
-    undefined = ""
+    undefined, value_loss_sum = "", 0.0
     micro_batches = plan.ranks[engine.ranks.rank]
     totals.micro_batches += len(micro_batches)
     for number, indices in enumerate(micro_batches, start=1):
         own = [work.rows[index] for index in indices]
         batch = pack_rows(own, share_prompts=engine.share_prompts, device=engine.ranks.device)
-        needs_gradient = "entropy_gradient" in work.algorithm.needs
-        logprobs_BT, entropy_BT = engine.forward(
-            batch, is_last=number == len(micro_batches), entropy_gradient=needs_gradient
-        )
+        is_last, needs_gradient = number == len(micro_batches), "entropy_gradient" in work.algorithm.needs
+        logprobs_BT, entropy_BT = engine.forward(batch, is_last=is_last, entropy_gradient=needs_gradient)
         numerator, parts, problem = _loss(work.algorithm, batch, logprobs_BT, entropy_BT)
         loss = numerator / plan.denominator
         if problem:
@@ -109,15 +114,35 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
             _measure(mismatch, batch, logprobs_BT, trained_on=work.step - 1)
         engine.backward(loss)
         sums += parts
-    reduced = engine.ranks.sum(sums.tolist())
+        if engine.critic is not None:
+            value_loss_sum += _teach_critic(engine.critic, work.algorithm, batch, plan.num_tokens, is_last=is_last)
+    *reduced, value_loss_sum = engine.ranks.sum([*sums.tolist(), value_loss_sum])
     computed = time.perf_counter()
     update = engine.update(work.rate)
+    critic_update = engine.critic.update(work.rate) if engine.critic is not None else None
     totals.forward_backward_seconds += computed - started
     totals.optimizer_seconds += time.perf_counter() - computed
     if not update.applied:
         return _why(engine, update, undefined)
     _add(totals, plan, reduced, update)
+    if critic_update is not None:
+        totals.value_loss += value_loss_sum
+        totals.critic_grad_norms.append(critic_update.grad_norm)
+        if not critic_update.applied:
+            return f"the critic's gradient norm is {critic_update.grad_norm}"
     return None
+
+
+def _teach_critic(critic: Critic, algorithm: Algorithm, batch: PackedRows, num_tokens: int, *, is_last: bool) -> float:
+    """Forward and backward of the critic, a mean over the mini-batch's tokens; returns the sum of its token losses."""
+    values_BT = critic.forward(batch, is_last=is_last)
+    if not bool(batch.mask.any()):
+        critic.backward(values_BT.sum())
+        return 0.0
+    scores = batch.scores
+    total = algorithm.value_loss(values_BT, scores["values"], scores["returns"], batch.mask).sum()
+    critic.backward(total / num_tokens)
+    return float(total.detach())
 
 
 def _loss(algorithm: Algorithm, batch: PackedRows, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, Tensor, str]:

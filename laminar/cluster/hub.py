@@ -13,13 +13,14 @@ WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def with_local_model(config: LaminarConfig) -> LaminarConfig:
-    """The config with `model.path`, `model.tokenizer` and `model.reference` as local folders.
+    """The config with its models and tokenizer as local folders.
 
     Raises:
         ConfigError: the hub does not have the model, or cannot be reached and no earlier download is there.
     """
     model = config.model
-    local = {name: local_folder(value) for name in ("path", "tokenizer", "reference") if (value := getattr(model, name))}
+    names = ("path", "tokenizer", "reference", "critic")
+    local = {name: local_folder(value) for name in names if (value := getattr(model, name))}
     return config.model_copy(update={"model": model.model_copy(update=local)})
 
 

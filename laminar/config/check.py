@@ -57,7 +57,7 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
 def _group_faults(config: LaminarConfig) -> Iterator[str]:
     rollout, trainer = config.rollout, config.trainer
     baseline = getattr(algorithm_options(config), "baseline", "none")
-    if rollout.group_size == 1 and baseline != "none":
+    if rollout.group_size == 1 and baseline in ("group_mean", "leave_one_out"):
         yield (
             f"`rollout.group_size` is 1: {trainer.algorithm.kind} compares a group's members, so every advantage "
             "would be 0; use 2 or more"

@@ -21,6 +21,11 @@ def algorithm_faults(config: LaminarConfig) -> Iterator[str]:
             f'`model.reference` is "{config.model.reference}", but `trainer.algorithm.options.kl_coef` is 0: nothing '
             "asks for it; set the one or remove the other"
         )
+    if getattr(options, "baseline", "critic") != "critic" and config.model.critic:
+        yield (
+            f'`model.critic` is "{config.model.critic}", but {config.trainer.algorithm.kind} has no critic: remove it, or '
+            'set `trainer.algorithm.kind` to "ppo"'
+        )
 
 
 def _ratio_faults(config: LaminarConfig, ratio_to: Any) -> Iterator[str]:

@@ -63,8 +63,8 @@ def _data_faults(setting: str, text: str) -> Iterator[str]:
 
 
 def _model_settings(config: LaminarConfig) -> list[tuple[str, str]]:
-    optional = [("model.tokenizer", config.model.tokenizer), ("model.reference", config.model.reference)]
-    return [("model.path", config.model.path), *((setting, text) for setting, text in optional if text)]
+    optional = ((name, getattr(config.model, name)) for name in ("tokenizer", "reference", "critic"))
+    return [("model.path", config.model.path), *((f"model.{name}", text) for name, text in optional if text)]
 
 
 def _data_settings(config: LaminarConfig) -> list[tuple[str, str]]:

@@ -20,7 +20,14 @@ from laminar.config.schema import Path as KeyPath
 from laminar.config.toml_text import format_document
 from laminar.errors import ConfigError
 
-_PATH_SETTINGS = (("model", "path"), ("model", "tokenizer"), ("model", "reference"), ("data", "path"), ("eval", "path"))
+_PATH_SETTINGS = (
+    ("model", "path"),
+    ("model", "tokenizer"),
+    ("model", "reference"),
+    ("model", "critic"),
+    ("data", "path"),
+    ("eval", "path"),
+)
 _WHERE = re.compile(r"^(?P<what>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)$", re.DOTALL)
 
 

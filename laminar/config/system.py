@@ -46,6 +46,8 @@ class ModelConfig(Section):
     reference: str = ""
     """Folder of the frozen reference of a KL term, which has the policy's tokenizer; empty: `path`, where training
     begins."""
+    critic: str = ""
+    """Folder of the model that a critic begins as, which has the policy's tokenizer; empty: `path`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of training; `auto` is the checkpoint's."""
 

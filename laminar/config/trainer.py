@@ -84,6 +84,8 @@ class TrainerConfig(Section):
     """Compute a group's common prompt once in a forward pass; the gradient is the same."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
+    critic_learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate of the critic, if the algorithm has one; it follows the same schedule."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up."""
     warmup_steps: int = Field(0, ge=0)

@@ -13,6 +13,7 @@ from laminar.errors import ConfigError
 from laminar.plugins import resolve, validate_options
 from laminar.telemetry.registry import check_declared
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
+from trainer import checkpoint
 from trainer.algorithms import ALGORITHM_OPTIONS
 from trainer.algorithms.policy_gradient import PolicyGradient
 from trainer.algorithms.presets import GrpoOptions
@@ -83,6 +84,7 @@ CASES = {
     "k3 as it is": ("grpo", {"kl_coef": 0.3, "kl_gradient": "estimator"}, {}),
     "reinforce++, kl in reward": ("reinforce_plus_plus", {"kl_coef": 0.2}, {}),
     "reinforce++ baseline, k2": ("reinforce_plus_plus_baseline", {"kl_coef": 0.2, "kl_gradient": "estimator"}, {}),
+    "ppo": ("ppo", {"kl_coef": 0.2, "gamma": 0.9, "gae_lambda": 0.8, "value_clip": 0.05}, {}),
     "decoupled, token tis": ("decoupled_ppo", {}, {"weight": "token_tis", "weight_max": 1.1}),
     "decoupled, sequence mis": ("decoupled_ppo", {}, {"weight": "sequence_mis", "weight_max": 1.5}),
     "decoupled, icepop": ("decoupled_ppo", {}, {"weight": "icepop", "weight_min": 0.8, "weight_max": 1.2}),
@@ -98,6 +100,7 @@ def make_config(models, case, **trainer):
         "learning_rate": LEARNING_RATE,
         "adam_epsilon": 1.0,
         "max_grad_norm": MAX_NORM,
+        "critic_learning_rate": 2 * LEARNING_RATE,
         "algorithm": {"kind": kind, "options": options},
         "correction": correction,
     }
@@ -118,6 +121,10 @@ class Oracle:
         self.correction = {"weight": "none", "weight_max": 2.0, "weight_min": 0.5} | correction
         self.mini_batches, self.epochs = updates.get("mini_batches", 1), updates.get("epochs", 1)
         self.policy, self.reference = (AutoModelForCausalLM.from_pretrained(m).double() for m in models)
+        self.critic = AutoModelForCausalLM.from_pretrained(models[0]).double().model if kind == "ppo" else None
+        self.head = torch.nn.Linear(16, 1, dtype=torch.float64)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
 
     def train(self):
         rows = [self.row(t, chain) for group in make_groups() for t in group for chain in t.chains]
@@ -125,9 +132,12 @@ class Oracle:
             for row in rows:
                 row["proximal"], _ = self.score(self.policy, row)
                 row["ref"], _ = self.score(self.reference, row)
+                row["values"] = self.values(row) if self.critic else None
         self.drop_and_weigh(rows)
         self.give_advantages(rows)
-        adam = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), eps=1.0, weight_decay=0.0)
+        adam = self.adam(self.policy.parameters(), LEARNING_RATE)
+        if self.critic:
+            critic_adam = self.adam([*self.critic.parameters(), *self.head.parameters()], 2 * LEARNING_RATE)
         per_mini_batch = 2 // self.mini_batches
         numerators, denominators = [], []
         for update in range(self.mini_batches * self.epochs):
@@ -138,9 +148,29 @@ class Oracle:
             (numerator / denominator).backward()
             torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_NORM)
             adam.step()
+            if self.critic:
+                critic_adam.zero_grad()
+                (sum(self.value_loss(row) for row in part) / sum(len(row["places"]) for row in part)).backward()
+                torch.nn.utils.clip_grad_norm_([*self.critic.parameters(), *self.head.parameters()], MAX_NORM)
+                critic_adam.step()
             numerators.append(numerator.item())
             denominators.append(denominator)
-        return dict(self.policy.named_parameters()), sum(numerators) / sum(denominators)
+        named = dict(self.policy.named_parameters())
+        if self.critic:
+            named |= {f"critic.trunk_model.{name}": p for name, p in self.critic.named_parameters()}
+            named |= {f"critic.head.{name}": p for name, p in self.head.named_parameters()}
+        return named, sum(numerators) / sum(denominators)
+
+    def adam(self, parameters, rate):
+        return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.99), eps=1.0, weight_decay=0.0)
+
+    def values(self, row):
+        return self.head(self.critic(input_ids=row["ids"][None]).last_hidden_state[0, row["places"] - 1])[:, 0]
+
+    def value_loss(self, row):
+        values, start, clip = self.values(row), row["values"], self.options.value_clip
+        held = start + (values - start).clamp(-clip, clip)
+        return torch.maximum((values - row["returns"]) ** 2, (held - row["returns"]) ** 2).sum() / 2
 
     def row(self, trajectory, chain):
         o, length = self.options, trajectory.num_sampled_tokens
@@ -184,16 +214,28 @@ class Oracle:
             group = {r["name"]: r["reward"] for r in rows if r["group"] == row["group"]}
             values = np.array(list(group.values()))
             others = [value for name, value in group.items() if name != row["name"]]
-            baseline = {"group_mean": values.mean(), "leave_one_out": np.mean(others), "none": 0.0}[o.baseline]
+            baseline = {"group_mean": values.mean(), "leave_one_out": np.mean(others)}.get(o.baseline, 0.0)
             divisor = {"sample": values.std(ddof=1) + 1e-6, "population": values.std() + 1e-6, "none": 1.0}[o.std]
             row["advantage"] = torch.full_like(row["rollout"], (row["reward"] - baseline) / divisor)
-            if o.kl_in == "reward":
+            if self.critic:
+                self.estimate(row)
+            elif o.kl_in == "reward":
                 k1 = row["proximal"] - row["ref"]
                 row["advantage"] -= o.kl_coef * k1.flip(0).cumsum(0).flip(0)
         if o.whiten:
             everything = torch.cat([row["advantage"] for row in rows])
             for row in rows:
                 row["advantage"] = (row["advantage"] - everything.mean()) / (everything.std(correction=0) + 1e-8)
+
+    def estimate(self, row):
+        """GAE by its definition: a discounted sum of temporal differences for each token."""
+        o, v = self.options, torch.cat([row["values"], torch.zeros(1)])
+        rewards = -o.kl_coef * (row["proximal"] - row["ref"])
+        rewards[-1] += row["reward"]
+        differences, n = rewards + o.gamma * v[1:] - v[:-1], len(rewards)
+        decay = o.gamma * o.gae_lambda
+        row["advantage"] = torch.stack([sum(decay**k * differences[t + k] for k in range(n - t)) for t in range(n)])
+        row["returns"] = row["advantage"] + row["values"]
 
     def loss(self, rows):
         o, numerator = self.options, 0.0
@@ -253,17 +295,23 @@ SPLITS = {
 }
 
 
+def weights(engine):
+    critic = {} if engine.critic is None else engine.critic.state_tensors()
+    return dict(engine.state_tensors()) | {f"critic.{name}": tensor for name, tensor in critic.items()}
+
+
 def assert_same_update(case, updates, split, models, ranks, oracle):
     expected, loss = oracle(case, updates)
     engine, report = run_step(make_config(models, case, **UPDATES[updates], **SPLITS[split]), ranks)
     assert report.skipped_reason is None
     assert report.metrics["train/loss"] == pytest.approx(loss, abs=2e-6)
-    for name, tensor in engine.state_tensors():
+    assert weights(engine).keys() == expected.keys()
+    for name, tensor in weights(engine).items():
         torch.testing.assert_close(tensor.double(), expected[name].detach(), rtol=1e-4, atol=2e-6, msg=name)
     check_declared(report.metrics)
 
 
-FAST = ("gspo", "kl in loss and entropy", "reinforce++, kl in reward", "decoupled, sequence mis", "geometric mask")
+FAST = ("ppo", "gspo", "kl in loss and entropy", "reinforce++, kl in reward", "decoupled, sequence mis", "geometric mask")
 """Between them they walk every path of the step; the others differ in pure functions, which have tests of their own."""
 
 
@@ -342,6 +390,27 @@ def test_an_undefined_number_of_the_algorithm_skips_the_step_and_names_a_traject
     report = train_step(engine, Spoilt(GrpoOptions(), what), make_groups(), 1)
     assert re.search(rf"trajectory \d-\d got (a )?{what} that (is|are) not finite", report.skipped_reason)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_tensors())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_resumed_critic_goes_on_as_if_it_had_never_stopped(stage, models, ranks, tmp_path):
+    config = make_config(models, "ppo", deepspeed={"zero_stage": stage})
+    algorithm = build_algorithm(config)
+    engine, _ = run_step(config, ranks)
+    folder = checkpoint.save(tmp_path, 1, engine, {}, keep=1)
+    resumed = TrainerEngine(config, ranks, algorithm.needs)
+    checkpoint.load(folder, resumed)
+    metrics = [train_step(e, algorithm, make_groups(), 2).metrics for e in (engine, resumed)]
+    assert metrics[0]["train/value_loss"] == metrics[1]["train/value_loss"] > 0
+    assert all(torch.equal(tensor, weights(engine)[name]) for name, tensor in weights(resumed).items())
+    assert any(float(tensor.detach().abs().sum()) for name, tensor in weights(resumed).items() if "critic.head" in name)
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_an_algorithm_that_has_one(models, ranks, tmp_path):
+    engine, _ = run_step(make_config(models, "dr_grpo"), ranks)
+    folder = checkpoint.save(tmp_path, 1, engine, {}, keep=1)
+    with pytest.raises(ConfigError, match="is of a run without a critic"):
+        checkpoint.load(folder, TrainerEngine(make_config(models, "ppo"), ranks, frozenset({"values"})))
 
 
 def test_a_reference_of_another_vocabulary_is_refused(models, ranks, tmp_path):

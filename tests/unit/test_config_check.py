@@ -97,6 +97,7 @@ def test_the_defaults_are_right_without_a_word(folder):
             'model.reference = "absent_folder/"\ntrainer.algorithm.options.kl_coef = 0.1',
             '`model.reference` is "absent_folder/": nothing of that name',
         ),
+        ('model.critic = "policy"', "but grpo has no critic: remove it"),
         ('trainer.algorithm.kind = "rloo"\nrollout.group_size = 1', "rloo compares a group's members"),
         (
             'trainer.algorithm = {kind = "gspo", options = {dual_clip = 3.0, surrogate = "weighted_logprob"}}',
@@ -141,6 +142,7 @@ def test_what_cannot_work_is_refused_with_value_and_remedy(folder, text, sentenc
         'trainer.algorithm.kind = "reinforce_plus_plus"\nrollout = {group_size = 1, min_group_size = 1}',
         'trainer.algorithm.options.kl_coef = 0.01\nmodel.reference = "policy"',
         "trainer.epochs = 2",
+        'trainer.algorithm.kind = "ppo"\nmodel.critic = "policy"\nrollout = {group_size = 1, min_group_size = 1}',
         *(
             f'trainer.algorithm.kind = "{kind}"'
             for kind in load_attribute("trainer.algorithms:ALGORITHMS")

@@ -9,6 +9,7 @@ ALGORITHM_OPTIONS = {
     "rloo": "trainer.algorithms.presets:RlooOptions",
     "reinforce_plus_plus": "trainer.algorithms.presets:ReinforcePlusPlusOptions",
     "reinforce_plus_plus_baseline": "trainer.algorithms.presets:ReinforcePlusPlusBaselineOptions",
+    "ppo": "trainer.algorithms.presets:PpoOptions",
     "gspo": "trainer.algorithms.presets:GspoOptions",
     "cispo": "trainer.algorithms.presets:CispoOptions",
     "decoupled_ppo": "trainer.algorithms.presets:DecoupledPpoOptions",

@@ -28,8 +28,8 @@ def group_advantages(
     """Rewards relative to their group.
 
     `group_mean`: (reward - mean) / (std + epsilon), as in GRPO (arXiv 2402.03300, section 4.1.2). `leave_one_out`: reward
-    - mean of the others (RLOO, arXiv 2402.14740, section 2.3), which is the centred reward times G / (G - 1). `none`: the
-    reward itself.
+    less the mean of the others (RLOO, arXiv 2402.14740, section 2.3), which is the centred reward times G / (G - 1).
+    `critic`, `none`: the reward itself.
 
     Args:
         rewards: (N,) one a trajectory, in any order; None if it failed.
@@ -44,7 +44,7 @@ def group_advantages(
     """
     good = np.array([reward is not None for reward in rewards], np.bool_)
     values = np.array([np.nan if reward is None else reward for reward in rewards], np.float64)
-    if baseline == "none":
+    if baseline in ("none", "critic"):
         return np.where(good, values, 0.0), good
     advantages = np.zeros(len(rewards), np.float64)
     places_of: dict[str, list[int]] = {}
@@ -86,6 +86,30 @@ def returns_to_go(rewards_T: Float64Array, mask_T: BoolArray, gamma: float = 1.0
         following = float(rewards_T[place]) + gamma * following
         returns_T[place] = following
     return returns_T
+
+
+def gae(
+    rewards_T: Float64Array, values_T: Float64Array, mask_T: BoolArray, *, gamma: float, gae_lambda: float
+) -> Float64Array:
+    """Generalised advantage estimation (arXiv 1506.02438, equation 16) over a row's trained tokens; 0 at all other places.
+
+    d_t = reward_t + gamma V_{t+1} - V_t and A_t = d_t + gamma lambda A_{t+1}, where t + 1 is the next *trained* token:
+    given tokens between two of them change nothing. After the last one both are 0.
+
+    Args:
+        rewards_T: reward of each token.
+        values_T: the critic's value before each token.
+        mask_T: true where a token is trained.
+        gamma: discount of one trained token.
+        gae_lambda: lambda.
+    """
+    advantages_T = np.zeros(len(rewards_T), np.float64)
+    advantage = next_value = 0.0
+    for place in np.flatnonzero(mask_T)[::-1].tolist():
+        value = float(values_T[place])
+        advantage = float(rewards_T[place]) + gamma * next_value - value + gamma * gae_lambda * advantage
+        advantages_T[place], next_value = advantage, value
+    return advantages_T
 
 
 def _relative(values: Float64Array, std: Standardization, epsilon: float, tolerance: float) -> Float64Array:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from laminar.types import BoolArray, Float32Array, Trajectory
 from trainer.algorithms.advantages import Float64Array
-from trainer.algorithms.loss import PolicyLoss
+from trainer.algorithms.loss import PolicyLoss, value_loss
 from trainer.algorithms.options import Aggregation
 
-NEEDS = frozenset({"rollout_logprobs", "proximal_logprobs", "ref_logprobs", "entropy_gradient"})
+NEEDS = frozenset({"rollout_logprobs", "proximal_logprobs", "ref_logprobs", "entropy_gradient", "values"})
 """What an algorithm can ask for beside the current log-probs."""
 
 
@@ -51,12 +51,14 @@ class RowScores:
         rollout_logprobs: the engine's.
         proximal_logprobs: None unless asked for.
         ref_logprobs: None unless asked for.
+        values: the critic's, before each token; None unless asked for.
     """
 
     mask: BoolArray
     rollout_logprobs: Float32Array
     proximal_logprobs: Float32Array | None = None
     ref_logprobs: Float32Array | None = None
+    values: Float32Array | None = None
 
 
 class Algorithm(Protocol):
@@ -89,6 +91,13 @@ class Algorithm(Protocol):
     def token_advantages(self, advantage: float, scores: RowScores) -> Float64Array:
         """Advantage of each token of a row, (T,), from its trajectory's, at batch start; read where the mask is true."""
         return np.full(len(scores.mask), advantage)
+
+    def value_loss(self, values: Tensor, values_at_start: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+        """The critic's token losses, each (B, T), 0 where masked; `values` carries the gradient. Asked if it needs `values`.
+
+        What a value should be, its return, is its token's advantage before whitening plus the value at batch start.
+        """
+        return value_loss(values, values_at_start, returns, mask)
 
     def policy_loss(self, batch: TokenInputs) -> PolicyLoss:
         """Token losses of some rows, 0 where masked; `batch.logprobs` carries the gradient."""

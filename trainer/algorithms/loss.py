@@ -131,6 +131,30 @@ def weighted_logprob_loss(
     )
 
 
+def value_loss(
+    values_BT: Tensor, values_at_start_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, clip: float | None = None
+) -> Tensor:
+    """Half the squared error of a critic's values, (B, T); 0 at masked places.
+
+    With a clip it is the larger of the errors of the value and of the value held within `clip` of where it was at batch
+    start: a value that has moved so far towards its return gets no further gradient.
+
+    Args:
+        values_BT: current values; they carry the gradient.
+        values_at_start_BT: those at batch start.
+        returns_BT: what they should be.
+        mask_BT: bool, true where a token is trained.
+        clip: see `PolicyGradientOptions.value_clip`.
+    """
+    values_BT, returns_BT = select(values_BT, mask_BT), select(returns_BT, mask_BT)
+    errors_BT = (values_BT - returns_BT).square()
+    if clip is not None:
+        start_BT = select(values_at_start_BT, mask_BT)
+        held_BT = start_BT + (values_BT - start_BT).clamp(-clip, clip)
+        errors_BT = torch.maximum(errors_BT, (held_BT - returns_BT).square())
+    return errors_BT / 2
+
+
 def loss_numerator(losses_BT: Tensor, mask_BT: Tensor, aggregation: Aggregation, sequence_tokens_B: Tensor) -> Tensor:
     """These rows' part of the mini-batch loss, before division by `loss_denominator`.
 

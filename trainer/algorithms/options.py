@@ -8,7 +8,7 @@ from laminar.config.section import Section
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_denominator"]
 Standardization = Literal["population", "sample", "none"]
-Baseline = Literal["group_mean", "leave_one_out", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "critic", "none"]
 RatioTo = Literal["rollout", "proximal"]
 Level = Literal["token", "sequence"]
 Surrogate = Literal["clipped", "weighted_logprob"]
@@ -23,7 +23,13 @@ class PolicyGradientOptions(Section):
     """`[trainer.algorithm.options]` of every policy-gradient algorithm; `presets.py` has the values of known ones."""
 
     baseline: Baseline = "group_mean"
-    """What a reward is compared with: the mean of its group, the mean of the *other* members, or nothing."""
+    """What a reward is compared with: the mean of its group, the mean of the *other* members, a critic, or nothing."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of one trained token; read with a critic."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """Of generalised advantage estimation: 0 trusts the critic's next value, 1 only the rewards; read with a critic."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """The critic's loss counts moves of a value up to this far from where it was at batch start; read with a critic."""
     std: Standardization = "sample"
     """Divisor of the centred rewards: standard deviation with n - 1 (`sample`), with n (`population`), or 1 (`none`)."""
     std_epsilon: NonNegative = 1e-6
@@ -80,10 +86,10 @@ class PolicyGradientOptions(Section):
             raise ValueError(
                 f'dual_clip = {self.dual_clip} with surrogate = "{self.surrogate}", which is bounded already: remove it'
             )
-        if self.baseline == "none" and self.std != "none":
+        if self.baseline in ("none", "critic") and self.std != "none":
             raise ValueError(
-                f'std = "{self.std}" with baseline = "none": a group\'s spread says nothing about a reward that is not '
-                'centred; set std = "none"'
+                f'std = "{self.std}" with baseline = "{self.baseline}": a group\'s spread says nothing about a reward that '
+                'is not centred in its group; set std = "none"'
             )
         if self.kl_coef and (self.kl_in, self.kl_estimator, self.kl_gradient) == ("loss", "k1", "estimator"):
             raise ValueError(

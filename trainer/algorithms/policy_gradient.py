@@ -15,10 +15,17 @@ from torch import Tensor
 
 from laminar.errors import InvariantError
 from laminar.types import Trajectory
-from trainer.algorithms.advantages import Float64Array, group_advantages, is_informative, overlong_penalty, returns_to_go
+from trainer.algorithms.advantages import (
+    Float64Array,
+    gae,
+    group_advantages,
+    is_informative,
+    overlong_penalty,
+    returns_to_go,
+)
 from trainer.algorithms.base import Algorithm, RowScores, TokenInputs
 from trainer.algorithms.kl import kl_loss_tokens, kl_tokens
-from trainer.algorithms.loss import PolicyLoss, clipped_policy_loss, select, weighted_logprob_loss
+from trainer.algorithms.loss import PolicyLoss, clipped_policy_loss, select, value_loss, weighted_logprob_loss
 from trainer.algorithms.options import PolicyGradientOptions
 
 Values = TypeVar("Values")
@@ -39,6 +46,7 @@ class PolicyGradient(Algorithm):
             "rollout_logprobs": True,
             "proximal_logprobs": options.ratio_to == "proximal" or in_reward,
             "ref_logprobs": bool(options.kl_coef),
+            "values": options.baseline == "critic",
             "entropy_gradient": bool(options.entropy_coef),
         }
         self.needs = frozenset(name for name, is_asked in asked.items() if is_asked)
@@ -66,15 +74,31 @@ class PolicyGradient(Algorithm):
         return {t.trajectory_id: float(value) for t, value, ok in zip(trajectories, values, good, strict=True) if ok}
 
     def token_advantages(self, advantage: float, scores: RowScores) -> Float64Array:
-        """The trajectory's advantage, less the KL that each token and those after it cost, if KL is in the reward."""
-        same_T = np.full(len(scores.mask), advantage)
+        """The trajectory's advantage at each token, less the KL of that and all later ones, if KL is in the reward.
+
+        With a critic: GAE of these rewards, the trajectory's coming at the row's last trained token.
+        """
+        options, cost_T = self.options, self._kl_cost(scores)
+        if options.baseline != "critic":
+            return advantage - returns_to_go(cost_T, scores.mask)
+        rewards_T, places = -cost_T, np.flatnonzero(scores.mask)
+        rewards_T[places[-1:]] += advantage
+        values_T = _given(scores.values).astype(np.float64)
+        return gae(rewards_T, values_T, scores.mask, gamma=options.gamma, gae_lambda=options.gae_lambda)
+
+    def value_loss(self, values: Tensor, values_at_start: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+        """The critic's token losses, clipped as the options say."""
+        return value_loss(values, values_at_start, returns, mask, self.options.value_clip)
+
+    def _kl_cost(self, scores: RowScores) -> Float64Array:
+        """What each token of a row is charged for its distance from the reference, (T,)."""
         if not (self.options.kl_coef and self.options.kl_in == "reward"):
-            return same_T
+            return np.zeros(len(scores.mask))
         logprobs_T, ref_T = (
             torch.from_numpy(_given(values)).double() for values in (scores.proximal_logprobs, scores.ref_logprobs)
         )
         kl_T = kl_tokens(logprobs_T, ref_T, torch.from_numpy(scores.mask), self.options.kl_estimator).numpy()
-        return same_T - self.options.kl_coef * returns_to_go(kl_T, scores.mask)
+        return self.options.kl_coef * kl_T
 
     def policy_loss(self, batch: TokenInputs) -> PolicyLoss:
         """Token losses of some rows, with KL and entropy as penalty."""

@@ -93,6 +93,22 @@ class ReinforcePlusPlusBaselineOptions(PolicyGradientOptions):
     kl_estimator: KlEstimator = "k2"
 
 
+class PpoOptions(PolicyGradientOptions):
+    """PPO with critic (arXiv 1707.06347, equation 7; advantages: arXiv 1506.02438, equation 16), as RLHF uses it.
+
+    The reward comes at the last token, less k1 at each token if `kl_coef` is set. d_t = reward_t + gamma V_{t+1} - V_t,
+    A_t = sum_l (gamma lambda)^l d_{t+l}, whitened over the batch; the critic learns A_t + V_t. Works with `group_size = 1`.
+    """
+
+    baseline: Baseline = "critic"
+    std: Standardization = "none"
+    whiten: bool = True
+    filter_zero_variance: bool = False
+    clip_high: NonNegative = 0.2
+    kl_in: KlPlace = "reward"
+    kl_estimator: KlEstimator = "k1"
+
+
 class GspoOptions(PolicyGradientOptions):
     """GSPO (arXiv 2507.18071, equations 5 to 7): ratio and clip of the whole answer.
 

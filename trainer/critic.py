@@ -1,0 +1,102 @@
+"""The critic: a causal model's trunk with a head of one number, the value before each token. Trained beside the policy.
+
+It is never published; a checkpoint holds it with its optimizer, for the two must go on together.
+Shapes: B rows, T tokens, H hidden.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from laminar.config.root import LaminarConfig
+from laminar.errors import ConfigError
+from trainer.model import can_share_prompts, load_model
+from trainer.packing import PackedRows
+from trainer.ranks import Ranks
+from trainer.trained_module import TrainedModule, Update, load_tensors
+from trainer.trunk import Trunk
+
+
+class ValueModel(nn.Module):
+    """Values before given tokens; 0 everywhere at first, for the head starts at 0."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk_model = model.base_model
+        self._trunk = Trunk(model.base_model)
+        self.head = nn.Linear(model.config.hidden_size, 1, dtype=model.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, token_ids_BT: Tensor, mask_BT: Tensor, _: Tensor, *prompts: Tensor) -> Tensor:
+        """Values, (B, T) float32, 0 where the mask is false; arguments as those of `Policy.forward`."""
+        hidden_BTH, scored_BT, _ = self._trunk.before(token_ids_BT, mask_BT, *prompts)
+        values_N = self.head(hidden_BTH[scored_BT])[:, 0].float()
+        return torch.zeros(mask_BT.shape, device=mask_BT.device).masked_scatter(mask_BT, values_N)
+
+
+class Critic:
+    """The value model under DeepSpeed.
+
+    Args:
+        config: the run's settings; it begins as `model.critic`, or as the policy does.
+        ranks: the joined ranks; all construct it together.
+        vocabulary_size: the policy's.
+
+    Attributes:
+        can_share_prompts: whether it scores micro-batches whose prompts are shared.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or its vocabulary is another than the policy's.
+    """
+
+    def __init__(self, config: LaminarConfig, ranks: Ranks, vocabulary_size: int) -> None:
+        self._path = config.model.critic or config.model.path
+        trainer = config.trainer
+        model = load_model(
+            config.model.model_copy(update={"path": self._path}), gradient_checkpointing=trainer.gradient_checkpointing
+        )
+        if model.config.vocab_size != vocabulary_size:
+            raise ConfigError(
+                f"model.critic {self._path} has {model.config.vocab_size} token ids, the policy {vocabulary_size}: "
+                "give a model with the same tokenizer"
+            )
+        self.can_share_prompts = can_share_prompts(model)
+        self._module = ValueModel(model).to(ranks.device)
+        self._trained = TrainedModule(self._module, model.dtype, trainer, ranks)
+        self._rate_ratio = trainer.critic_learning_rate / trainer.learning_rate
+
+    def forward(self, batch: PackedRows, *, is_last: bool) -> Tensor:
+        """Values of a micro-batch with gradient, (B, T); as often as the policy's."""
+        self._trained.set_boundary(is_last=is_last)
+        values_BT: Tensor = self._trained(*batch.model_inputs())
+        return values_BT
+
+    @torch.no_grad()
+    def score(self, batch: PackedRows) -> Tensor:
+        """Values of a micro-batch as they are, (B, T), without gradient."""
+        values_BT: Tensor = self._trained(*batch.model_inputs())
+        return values_BT
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a loss's gradient; see `TrainedModule.backward`."""
+        self._trained.backward(loss)
+
+    def update(self, policy_learning_rate: float) -> Update:
+        """Apply the gradient; its learning rate follows the policy's schedule."""
+        return self._trained.update(policy_learning_rate * self._rate_ratio)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The whole value model by name; not copies."""
+        return dict(self._module.named_parameters())
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """This rank's share of its optimizer state."""
+        return self._trained.optimizer_tensors()
+
+    def load_state(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """Restore what `state_tensors` and `optimizer_tensors` gave."""
+        load_tensors(self.state_tensors(), model, self._path)
+        self._trained.load_optimizer(optimizer)

@@ -1,0 +1,82 @@
+"""The trunk of a causal model: the hidden states that stand before given tokens, prompts of a group computed once.
+
+Sharing prompts changes neither values nor gradients.
+Shapes: B rows, T tokens, P distinct prompts, H hidden.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+
+class Trunk:
+    """Calls a model's trunk; the model belongs to the module that uses this."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        parameters = inspect.signature(type(model.base_model).forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+
+    def before(
+        self,
+        token_ids_BT: Tensor,
+        mask_BT: Tensor,
+        prompt_ids_PT: Tensor | None = None,
+        prompt_lengths_P: Tensor | None = None,
+        prompt_of_row_B: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states before tokens, aligned with a mask and the tokens themselves.
+
+        Args:
+            token_ids_BT: int64, padded on the right; whole rows, or what follows the prompt if prompts are given.
+            mask_BT: bool; never the first place of a whole row.
+            prompt_ids_PT: distinct prompts, computed once each.
+            prompt_lengths_P: their lengths.
+            prompt_of_row_B: which prompt each row follows.
+
+        Returns:
+            (B, U, H) hidden states, (B, U) mask and (B, U) token ids; U is T - 1 for whole rows, else T.
+        """
+        if prompt_ids_PT is None:
+            return self._run(token_ids_BT[:, :-1]).last_hidden_state, mask_BT[:, 1:], token_ids_BT[:, 1:]
+        assert prompt_lengths_P is not None
+        assert prompt_of_row_B is not None
+        hidden_BTH = self._after_prompts(token_ids_BT, prompt_ids_PT, prompt_lengths_P, prompt_of_row_B)
+        return hidden_BTH, mask_BT, token_ids_BT
+
+    def _after_prompts(
+        self, token_ids_BT: Tensor, prompt_ids_PT: Tensor, lengths_P: Tensor, prompt_of_row_B: Tensor
+    ) -> Tensor:
+        """Hidden states that predict the tokens after the prompts: the prompt's last, then those of the tokens but the last.
+
+        Keys and values of a prompt are made once and repeated by index to its rows, whose gradients add up there.
+        """
+        num_rows, width = token_ids_BT.shape
+        cache = DynamicCache(config=self._model.config)
+        prompt_hidden_PTH = self._run(prompt_ids_PT, cache=cache).last_hidden_state
+        last_PH = prompt_hidden_PTH[torch.arange(len(lengths_P), device=lengths_P.device), lengths_P - 1]
+        last_B1H = last_PH.index_select(0, prompt_of_row_B)[:, None]
+        if width == 1:
+            return last_B1H
+        for layer in cache.layers:
+            layer.keys = layer.keys.index_select(0, prompt_of_row_B)
+            layer.values = layer.values.index_select(0, prompt_of_row_B)
+        lengths_B = lengths_P.index_select(0, prompt_of_row_B)
+        places_T = torch.arange(prompt_ids_PT.shape[1], device=lengths_P.device)
+        seen_BT = torch.cat(
+            [places_T < lengths_B[:, None], lengths_B.new_ones(num_rows, width - 1, dtype=torch.bool)], dim=1
+        )
+        hidden_BTH = self._run(
+            token_ids_BT[:, :-1],
+            cache=cache,
+            attention_mask=seen_BT.long(),
+            position_ids=lengths_B[:, None] + torch.arange(width - 1, device=lengths_P.device),
+        ).last_hidden_state
+        return torch.cat([last_B1H, hidden_BTH], dim=1)
+
+    def _run(self, token_ids_BT: Tensor, cache: DynamicCache | None = None, **arguments: Tensor) -> Any:
+        known = {} if cache is None else {self._cache_argument: cache}
+        return self._model.base_model(input_ids=token_ids_BT, use_cache=cache is not None, **known, **arguments)
