@@ -9,6 +9,7 @@ from laminar.types import WeightVersion
 from relay.directory import Directory, RelayStatus
 from relay.link import Credentials, HopLimits
 from relay.publisher import Publisher
+from relay.puller import Puller
 from relay.server import Chained, Relay
 from relay.store import VersionStore
 from relay.transports.memory import MemoryNetwork
@@ -69,15 +70,23 @@ async def test_the_master_tells_its_publisher_which_pieces_the_chain_wants(start
     _, master_store = await start("master", is_master=True)
     publisher = publisher_of(master_store, tmp_path)
     await start("first")
-    last, _ = await start("last")
+    await start("last")
     assert master_store.advised_chunk_bytes() is None
     publisher.publish(WeightVersion(0, 1), [("a", torch.ones(300_000))])
     advice = await eventually(master_store.advised_chunk_bytes)
     assert advice % 65536 == 0
     assert 256 * 1024 <= advice <= 16 * 1024**2
+    publisher.close()
+
+
+def test_the_publisher_follows_the_advice(tmp_path):
+    store = VersionStore(tmp_path, "run", "master")
+    publisher = publisher_of(store, tmp_path)
+    publisher.publish(WeightVersion(0, 1), [("a", torch.ones(300_000))])
+    store.advise_chunk_bytes(5 * 65536)
     publisher.publish(WeightVersion(0, 2), [("a", torch.ones(300_000))])
-    with master_store.lease(WeightVersion(0, 2)) as folder:
-        assert f'"chunk_bytes": {master_store.advised_chunk_bytes()}' in (folder / "manifest.json").read_text()
+    manifest = Puller(store).manifest(WeightVersion(0, 2))
+    assert (manifest.chunk_bytes, len(manifest.checksums)) == (327_680, 4)  # 1.2 MB and a header
     publisher.close()
 
 
@@ -109,7 +118,6 @@ async def test_with_redis_lost_the_last_list_is_kept(run_id, caplog):
 
 
 def test_a_heartbeat_survives_the_wire():
-    status = RelayStatus(
-        "n", "host", 7, "folder", "0.3", ("0.2", "0.3"), 1.5, "1.2.3.4:5", True, False, "m", "0.4", 1e-9, 1e-3, 2.0
-    )
+    place = {"address": "1.2.3.4:5", "is_master": True, "upstream": "m", "receiving": "0.4", "joined": 2.0}
+    status = RelayStatus("n", "host", 7, "folder", "0.3", ("0.2", "0.3"), 1.5, **place)
     assert RelayStatus.from_json(status.to_json()) == status
