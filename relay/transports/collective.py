@@ -3,7 +3,7 @@
 The groups are made for the edge alone, outside torch's list of groups: the trainer's and the engines' are never touched, and
 a failure aborts one edge. An edge that is made anew meets under a new epoch, so nothing of the old one can reach it.
 
-Invariants: a body is sent only after its head said how long it is; it is received into memory of the edge's own and then copied
+Invariants: a body is sent only after its head said how long it is; it is received into memory of the edge and then copied
 to its place, for a step that was given up may go on in its thread until its deadline; a group is made when the first body of
 its direction is sent, so a peer that was not admitted makes none.
 Does not know what messages mean. Backend: gloo. Not NCCL yet: it needs two machines, each with a GPU that no engine uses.
