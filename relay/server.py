@@ -12,13 +12,8 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from laminar.cluster.roles import RoleContext
-from laminar.config.root import LaminarConfig
-from laminar.config.sizes import is_one_machine, published_bytes, read_model_size
 from laminar.errors import EnvironmentSetupError
-from laminar.plugins import resolve
 from laminar.policies.chain import Hop, best_chunk_bytes
 from laminar.types import WeightVersion
 from relay.directory import Directory, RelayStatus
@@ -30,8 +25,8 @@ from relay.receiver import HopReport, Receiver
 from relay.sender import Sender
 from relay.shelf import Shelf
 from relay.slots import check_space, required_bytes
-from relay.store import OWNER, VersionStore, open_store
-from relay.transports.base import TRANSPORTS, Transport
+from relay.store import OWNER, VersionStore
+from relay.transports.base import Transport
 
 logger = logging.getLogger("laminar.relay")
 
@@ -256,42 +251,3 @@ class Relay:
             start_seconds=max(other.start_seconds for other in others),
         )
         self._store.advise_chunk_bytes(advice)
-
-
-class RelayRole:
-    """The relay as the supervisor starts it.
-
-    Args:
-        context: the process's surroundings.
-        config: the run's settings.
-        is_master: whether trainer rank 0 is on this machine.
-    """
-
-    def __init__(self, context: RoleContext, config: LaminarConfig, is_master: bool = True) -> None:
-        self._config = config
-        store = open_store(config, context.run_id, context.node_id)
-        self._relay = Relay(store, context.redis_url, self._chained(context, is_master))
-
-    def _chained(self, context: RoleContext, is_master: bool) -> Chained | None:
-        """How this relay takes part in the chain; None where Ray was started for this machine alone."""
-        if is_one_machine(self._config):
-            return None
-        transport = resolve(self._config.relay.transport, TRANSPORTS, "relay.transport")(context.node_address)
-        return Chained(transport, Credentials(context.run_id, context.node_id, context.token), is_master)
-
-    async def start(self) -> None:
-        """Own the store; refuse a machine that cannot hold the weights, as `Relay.start`."""
-        size = read_model_size(Path(self._config.model.path))
-        await self._relay.start(published_bytes(self._config, size) if size else 0)
-
-    async def run(self) -> None:
-        """Beat, make room, receive and pass on until `stop`."""
-        await self._relay.run()
-
-    async def status(self) -> RelayStatus:
-        """What the store holds now."""
-        return await self._relay.status()
-
-    async def stop(self) -> None:
-        """End `run`; the versions stay for whoever still reads."""
-        await self._relay.stop()

@@ -21,6 +21,7 @@ from laminar.errors import DeadlineError, EngineError, RelayError
 from laminar.telemetry.clock import StateClock
 from laminar.types import Int32Array, SamplingParameters, WeightVersion, sampled
 from relay.puller import Puller
+from relay.store import WEIGHTS_NAME
 from rollout.engines.client import BrokenAnswerError, EngineClient, OnTokens
 from rollout.engines.process import EngineProcess
 from rollout.generation import Generation, OnSegment
@@ -50,6 +51,8 @@ class Replica:
         self.version: WeightVersion | None = None
         self.restarts = 0
         self.last_swap_seconds = 0.0
+        self.last_pull: tuple[float, int] | None = None
+        """Seconds and bytes of the last update; None before the first."""
 
     @property
     def client(self) -> EngineClient:
@@ -273,7 +276,9 @@ class Replica:
     async def _exchange_weights(self, client: EngineClient, path: Path, version: WeightVersion) -> None:
         mode = self._config.swap if self._open else "retract"
         await client.pause(mode)
+        started = time.monotonic()
         await client.update_weights(path, version, flush_cache=mode == "retract")
+        self.last_pull = (time.monotonic() - started, (path / WEIGHTS_NAME).stat().st_size)
         held = await client.weight_version()
         if held != version:
             raise EngineError(f"after the swap to {version} the engine says it holds {held}")

@@ -365,6 +365,9 @@ class RolloutWorker:
             "weights/swap_seconds": self._replica.last_swap_seconds,
             **{f"rollout/failures_{kind}": count for kind, count in self._failures.items()},
         }
+        if self._replica.last_pull is not None:
+            seconds, num_bytes = self._replica.last_pull
+            metrics |= {"weights/pull_seconds": seconds, "weights/pull_bytes_per_second": num_bytes / max(seconds, 1e-9)}
         try:
             load = await self._replica.client.loads()
         except (EngineError, DeadlineError):

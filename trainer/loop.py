@@ -215,6 +215,7 @@ class TrainingLoop:
             "time/publish_stall_seconds": published.stall_seconds,
             "time/spool_seconds": self._spool_seconds,
             "weights/publish_bytes": published.num_bytes,
+            "weights/publish_bytes_per_second": published.num_bytes / max(published.stall_seconds, 1e-9),
             "weights/trainer_version": step,
             "weights/skipped_publishes": self._publisher.skipped_publishes,
             "staleness/dropped_groups": self._source.dropped_groups,

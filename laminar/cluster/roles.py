@@ -63,7 +63,7 @@ class RoleSpec:
 
 def relay_spec(index: int, node_id: str, *, is_master: bool) -> RoleSpec:
     """The relay of one machine."""
-    return RoleSpec(f"relay-{index}", "relay.server:RelayRole", {"is_master": is_master}, node_id=node_id)
+    return RoleSpec(f"relay-{index}", "relay.role:RelayRole", {"is_master": is_master}, node_id=node_id)
 
 
 def trainer_specs(config: LaminarConfig, meeting: str, master_node: str = "") -> list[RoleSpec]:

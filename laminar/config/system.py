@@ -135,7 +135,8 @@ class RelayConfig(Section):
     """`[relay]`: how weights travel."""
 
     transport: str = "auto"
-    """How versions reach other machines: `zmq` (TCP), or `"package.module:Attr"`; `auto` is `zmq`."""
+    """How versions reach other machines: `zmq` (TCP), `collective` (torch.distributed with gloo),
+    or `"package.module:Attr"`; `auto` is `zmq`."""
     keep_versions: int = Field(1, ge=1)
     """Complete versions kept on each machine besides the one being written."""
     root: str = "/dev/shm"

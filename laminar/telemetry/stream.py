@@ -25,7 +25,7 @@ class Event:
 
     Attributes:
         role: who says so (`trainer-0`, `rollout-1`, `supervisor`).
-        kind: `step`, `worker`, `evaluation` or `notice`.
+        kind: `step`, `worker`, `relay`, `evaluation` or `notice`.
         time: Unix seconds.
         metrics: declared names to values.
         fields: anything else (texts, histograms), JSON-like.

@@ -12,6 +12,16 @@ from laminar.telemetry.stream import Event
 SUMMED_OVER_WORKERS = ("experience/producer_wait_seconds", "worker/resumed_tokens")
 """What each worker counts since its start, shown with every step as a sum over those that run."""
 
+LARGEST = (
+    "weights/broadcast_seconds",
+    "weights/broadcast_bytes",
+    "weights/broken_pieces",
+    "weights/pull_seconds",
+    "weights/swap_seconds",
+)
+SMALLEST = ("weights/broadcast_bytes_per_second", "weights/pull_bytes_per_second")
+"""What relays and workers last measured of a version, shown with every step as that of the worst of them."""
+
 
 @dataclass(slots=True)
 class GenerationMeter:
@@ -56,6 +66,7 @@ class RunView:
     latest: dict[str, float] = field(default_factory=dict)
     workers: dict[str, dict[str, float]] = field(default_factory=dict)
     roles: dict[str, dict[str, float]] = field(default_factory=dict)
+    relays: dict[str, dict[str, float]] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     step_ends: list[float] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
@@ -79,6 +90,9 @@ class RunView:
                 self.roles[event.role] = event.metrics
                 self.workers[event.role] = event.metrics
                 self.generation.report(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
+            case "relay":
+                self.roles[event.role] = event.metrics
+                self.relays[event.role] = event.metrics
             case "evaluation":
                 self.accuracies[int(event.fields["step"])] = event.metrics["eval/accuracy"]
             case "waiting":
@@ -107,6 +121,7 @@ class RunView:
             metrics["throughput/generated_tokens_per_second"] = generated / seconds
         for name in SUMMED_OVER_WORKERS:
             metrics[name] = sum(worker.get(name, 0.0) for worker in self.workers.values())
+        metrics |= self._worst_of_roles()
         for name, value in metrics.items():
             if name.startswith("staleness/histogram_"):
                 self.staleness[int(name.rpartition("_")[2])] += int(value)
@@ -114,6 +129,15 @@ class RunView:
         self.rewards.append(metrics["reward/finished_mean"])
         self.latest = metrics
         return metrics
+
+    def _worst_of_roles(self) -> dict[str, float]:
+        roles = [*self.relays.values(), *self.workers.values()]
+        worst = {}
+        for names, pick in ((LARGEST, max), (SMALLEST, min)):
+            for name in names:
+                if values := [role[name] for role in roles if name in role]:
+                    worst[name] = pick(values)
+        return worst
 
     def seconds_left(self) -> float | None:
         """Estimate from the mean of the last steps; None before the second step."""

@@ -85,5 +85,6 @@ class Transport(Protocol):
 TRANSPORTS: Mapping[str, str] = {
     "auto": "relay.transports.zmq_tcp:ZmqTransport",
     "zmq": "relay.transports.zmq_tcp:ZmqTransport",
+    "collective": "relay.transports.collective:CollectiveTransport",
 }
 """`relay.transport` by name: classes that are made with the address by which others reach this machine."""

@@ -22,11 +22,12 @@ from relay.sender import Sender
 from relay.shelf import Shelf
 from relay.store import WEIGHTS_NAME, VersionStore
 from relay.transports.base import Transport
+from relay.transports.collective import CollectiveTransport
 from relay.transports.memory import MemoryNetwork
 from relay.transports.shaped import ShapedTransport
 from relay.transports.zmq_tcp import ZmqTransport
 
-TRANSPORT_KINDS = ("memory", "zmq")
+TRANSPORT_KINDS = ("memory", "zmq", "collective")
 """Every transport that ships; a new one is added here and to `make_transport`."""
 
 CHUNK_BYTES = 4096
@@ -193,7 +194,8 @@ def make_transport(request: pytest.FixtureRequest) -> Callable[[str], Transport]
     """Transports of one kind, by the machine's name."""
     if request.param == "memory":
         return MemoryNetwork().transport
-    return lambda name: ZmqTransport("127.0.0.1")
+    kind = {"zmq": ZmqTransport, "collective": CollectiveTransport}[request.param]
+    return lambda name: kind("127.0.0.1")
 
 
 @pytest.fixture

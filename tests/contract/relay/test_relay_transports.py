@@ -49,13 +49,18 @@ async def test_messages_arrive_whole_and_in_order_with_their_bodies_where_they_s
     _, address, client = await serve(echo)
     connection = await client.connect(address)
     sizes = [0, 1, 70_000, 3 * 1024**2, 5]
-    for index, size in enumerate(sizes):
-        await connection.send(b"%d" % index, memoryview(bytes([index]) * size) if size else None)
-    for index, size in enumerate(sizes):
-        target = bytearray(size)
-        received = await connection.receive(lambda head, n, target=target: memoryview(target))
-        assert (received.head, received.num_bytes) == (b"%d" % index, size)
-        assert target == bytes([index]) * size
+
+    async def send_all() -> None:
+        for index, size in enumerate(sizes):
+            await connection.send(b"%d" % index, memoryview(bytes([index]) * size) if size else None)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(send_all())  # a sender may have to wait until what it sent is taken
+        for index, size in enumerate(sizes):
+            target = bytearray(size)
+            received = await connection.receive(lambda head, n, target=target: memoryview(target))
+            assert (received.head, received.num_bytes) == (b"%d" % index, size)
+            assert target == bytes([index]) * size
     await connection.close()
 
 

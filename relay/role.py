@@ -1,0 +1,89 @@
+"""The relay as the supervisor starts it: a role, made of the run's settings, that tells what each broadcast cost.
+
+Invariant: a lost Redis costs telemetry, never weights.
+Does not know stores or hops (`relay.server`).
+"""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from laminar.cluster.roles import RoleContext
+from laminar.config.root import LaminarConfig
+from laminar.config.sizes import is_one_machine, published_bytes, read_model_size
+from laminar.errors import EnvironmentSetupError
+from laminar.experience.client import connect
+from laminar.plugins import resolve
+from laminar.telemetry.stream import TelemetryWriter
+from relay.directory import RelayStatus
+from relay.link import Credentials
+from relay.receiver import HopReport
+from relay.server import Chained, Relay
+from relay.store import open_store
+from relay.transports.base import TRANSPORTS
+
+
+class RelayRole:
+    """The relay as the supervisor starts it.
+
+    Args:
+        context: the process's surroundings.
+        config: the run's settings.
+        is_master: whether trainer rank 0 is on this machine.
+    """
+
+    def __init__(self, context: RoleContext, config: LaminarConfig, is_master: bool = True) -> None:
+        self._config, self._context = config, context
+        self._reports: asyncio.Queue[HopReport] = asyncio.Queue()
+        store = open_store(config, context.run_id, context.node_id)
+        self._relay = Relay(store, context.redis_url, self._chained(context, is_master))
+
+    def _chained(self, context: RoleContext, is_master: bool) -> Chained | None:
+        """How this relay takes part in the chain; None where Ray was started for this machine alone."""
+        if is_one_machine(self._config):
+            return None
+        transport = resolve(self._config.relay.transport, TRANSPORTS, "relay.transport")(context.node_address)
+        credentials = Credentials(context.run_id, context.node_id, context.token)
+        return Chained(transport, credentials, is_master, report=self._reports.put_nowait)
+
+    async def start(self) -> None:
+        """Own the store; refuse a machine that cannot hold the weights, as `Relay.start`."""
+        size = read_model_size(Path(self._config.model.path))
+        await self._relay.start(published_bytes(self._config, size) if size else 0)
+
+    async def run(self) -> None:
+        """Beat, make room, receive and pass on until `stop`."""
+        async with asyncio.TaskGroup() as group:
+            telling = group.create_task(tell_reports(self._reports, self._context))
+            await self._relay.run()
+            telling.cancel()
+
+    async def status(self) -> RelayStatus:
+        """What the store holds now."""
+        return await self._relay.status()
+
+    async def stop(self) -> None:
+        """End `run`; the versions stay for whoever still reads."""
+        await self._relay.stop()
+
+
+async def tell_reports(reports: "asyncio.Queue[HopReport]", context: RoleContext) -> None:
+    """Send what every received version cost to the observer, until cancelled; without Redis it is not told."""
+    writer: TelemetryWriter | None = None
+    while True:
+        report = await reports.get()
+        if writer is None:
+            with contextlib.suppress(EnvironmentSetupError):
+                writer = TelemetryWriter(await connect(context.redis_url), context.run_id, context.role)
+        if writer is not None:
+            await writer.emit("relay", broadcast_metrics(report))
+
+
+def broadcast_metrics(report: HopReport) -> dict[str, float]:
+    """The metrics of one received version."""
+    return {
+        "weights/broadcast_seconds": report.seconds,
+        "weights/broadcast_bytes": report.bytes,
+        "weights/broadcast_bytes_per_second": report.bytes / max(report.seconds, 1e-9),
+        "weights/broken_pieces": report.broken,
+    }

@@ -1,0 +1,176 @@
+"""Edges by torch.distributed: heads over ZeroMQ, bodies over a two-rank process group for each direction of each edge.
+
+The groups are made for the edge alone, outside torch's list of groups: the trainer's and the engines' are never touched, and
+a failure aborts one edge. An edge that is made anew meets under a new epoch, so nothing of the old one can reach it.
+
+Invariants: a body is sent only after its head said how long it is; it is received into memory of the edge and then copied
+to its place, for a step that was given up may go on in its thread until its deadline; a group is made when the first body of
+its direction is sent, so a peer that was not admitted makes none.
+Does not know what messages mean. Backend: gloo. Not NCCL yet: it needs two machines, each with a GPU that no engine uses.
+"""
+
+import asyncio
+import itertools
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from relay.transports.base import Connection, Handler, LinkLostError, Place, Received, nowhere
+from relay.transports.zmq_tcp import ZmqTransport
+
+STEP_SECONDS = 6.0
+"""Deadline for a group to be made, and for one body to pass."""
+
+_PLAIN, _WITH_BODY, _GROUP = b"\0", b"\1", b"\2"
+_LENGTH_BYTES = 8
+_SENDER, _RECEIVER = 0, 1
+_TAG = 0
+
+
+class CollectiveTransport:
+    """Edges of one process, by gloo.
+
+    Args:
+        host: address of the network card that others reach this machine by.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._heads = ZmqTransport(host)
+        self._epochs = itertools.count(1)
+
+    async def start(self) -> str:
+        """As ZeroMQ's."""
+        return await self._heads.start()
+
+    async def serve(self, handle: Handler) -> None:
+        """Run `handle` for everybody who connects, until cancelled."""
+
+        async def handle_edge(heads: Connection) -> None:
+            edge = self._edge(heads)
+            try:
+                await handle(edge)
+            finally:
+                await edge.close()
+
+        await self._heads.serve(handle_edge)
+
+    async def connect(self, address: str) -> "CollectiveConnection":
+        """An edge to `address`, as ZeroMQ's."""
+        return self._edge(await self._heads.connect(address))
+
+    async def close(self) -> None:
+        """End all edges."""
+        await self._heads.close()
+
+    def _edge(self, heads: Connection) -> "CollectiveConnection":
+        return CollectiveConnection(heads, self._host, next(self._epochs))
+
+
+class CollectiveConnection:
+    """One end of an edge.
+
+    Args:
+        heads: carries the heads.
+        host: of this machine, where its sending group meets.
+        epoch: new for every edge of the process.
+    """
+
+    def __init__(self, heads: Connection, host: str, epoch: int) -> None:
+        self._heads, self._host, self._epoch = heads, host, epoch
+        self._threads = ThreadPoolExecutor(2, "relay-edge")  # one sends, one receives
+        self._landing = torch.empty(0, dtype=torch.uint8)
+        self._sending: _Group | None = None
+        self._receiving: _Group | None = None
+
+    async def send(self, head: bytes, body: memoryview | None = None) -> None:
+        """Hand over a message; returns when the other end has taken its body."""
+        if body is None or not len(body):
+            await self._heads.send(_PLAIN + head)
+            return
+        if self._sending is None:
+            self._sending = await self._invite()
+        await self._heads.send(_WITH_BODY + len(body).to_bytes(_LENGTH_BYTES, "little") + head)
+        await self._in_thread(self._sending.send, _as_tensor(body))
+
+    async def receive(self, place: Place = nowhere) -> Received:
+        """The next message. Cancelled in the middle of a body, it leaves an edge that can only be closed."""
+        while True:
+            frame = (await self._heads.receive()).head
+            kind, rest = frame[:1], frame[1:]
+            if kind == _PLAIN:
+                return Received(rest, 0)
+            if kind == _GROUP:
+                self._receiving = await self._in_thread(_join, rest.decode())
+                continue
+            if kind != _WITH_BODY or self._receiving is None:
+                raise LinkLostError("the other end speaks another protocol")
+            num_bytes, head = int.from_bytes(rest[:_LENGTH_BYTES], "little"), rest[_LENGTH_BYTES:]
+            if len(self._landing) < num_bytes:
+                self._landing = torch.empty(num_bytes, dtype=torch.uint8)
+            await self._in_thread(self._receiving.receive, self._landing[:num_bytes])
+            if (target := place(head, num_bytes)) is not None:
+                _as_tensor(target).copy_(self._landing[:num_bytes])
+            return Received(head, num_bytes)
+
+    async def close(self) -> None:
+        """Abort both groups and let go of the edge; harmless when repeated."""
+        for group in (self._sending, self._receiving):
+            if group is not None:
+                group.abort()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._heads.close()
+
+    async def _invite(self) -> "_Group":
+        """Make the sending group together with the other end."""
+        timeout = timedelta(seconds=STEP_SECONDS)
+        store = TCPStore(self._host, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
+        await self._heads.send(_GROUP + f"{self._host} {store.port} {self._epoch}".encode())
+        return await self._in_thread(_Group, store, self._host, self._epoch, _SENDER)
+
+    async def _in_thread(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a blocking step of torch's, which ends by its own deadline."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, step, *arguments)
+        except RuntimeError as error:
+            raise LinkLostError(f"the edge's group broke ({str(error).splitlines()[0]})") from error
+
+
+class _Group:
+    """A two-rank group for one direction of one edge."""
+
+    def __init__(self, store: TCPStore, host: str, epoch: int, rank: int) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=STEP_SECONDS)
+        options._threads = 1
+        self._store = store  # the meeting place lives as long as the group
+        self._group: Any = ProcessGroupGloo(PrefixStore(f"epoch-{epoch}", store), rank, 2, options)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._group.send([tensor], _RECEIVER, _TAG).wait()
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        self._group.recv([tensor], _SENDER, _TAG).wait()
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+def _join(invitation: str) -> _Group:
+    host, port, epoch = invitation.split()
+    timeout = timedelta(seconds=STEP_SECONDS)
+    store = TCPStore(host, int(port), 2, is_master=False, timeout=timeout, wait_for_workers=False)
+    return _Group(store, host, int(epoch), _RECEIVER)
+
+
+def _as_tensor(data: memoryview) -> torch.Tensor:
+    """The bytes themselves as a tensor."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # what is sent is only read
+        return torch.frombuffer(data, dtype=torch.uint8)
