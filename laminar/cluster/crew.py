@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from laminar.cluster.ray_cluster import RoleProcess
-from laminar.cluster.roles import RoleContext, RoleSpec, relay_spec, rollout_spec, trainer_specs
+from laminar.cluster.roles import RoleContext, RoleSpec, manager_spec, relay_spec, rollout_spec, trainer_specs
 from laminar.config.root import LaminarConfig
 from laminar.errors import FATAL_ERRORS, LaminarError, RunFailedError, first_error
 from laminar.telemetry.stream import TelemetryWriter
@@ -23,6 +23,7 @@ logger = logging.getLogger("laminar.supervisor")
 STOP_SECONDS = 20.0
 """How long an orderly stop may take before the rest is killed."""
 RELAY_START_SECONDS = 60.0
+MANAGER_START_SECONDS = 90.0
 
 
 class Crew:
@@ -42,12 +43,17 @@ class Crew:
         self._workers_changed = asyncio.Condition()
         self._ranks: list[RoleProcess] = []
         self._relay: RoleProcess | None = None
+        self._manager: RoleProcess | None = None
         self.restarts: Counter[str] = Counter()
         self.is_stopping = False
 
     async def keep_relay(self) -> None:
         """Run this machine's relay until cancelled."""
         await self._keep("relay", self._run_relay)
+
+    async def keep_manager(self) -> None:
+        """Run the rollout manager until cancelled."""
+        await self._keep("manager", self._run_manager)
 
     async def keep_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Run one worker until cancelled.
@@ -94,7 +100,8 @@ class Crew:
     async def stop(self) -> None:
         """Stop workers and relay in order; what does not obey in time is killed with the rest."""
         self.is_stopping = True
-        roles = [*self._workers.values(), *([self._relay] if self._relay else [])]
+        singles = [role for role in (self._manager, self._relay) if role is not None]
+        roles = [*self._workers.values(), *singles]
         for role in roles:
             try:
                 async with asyncio.timeout(STOP_SECONDS / 4):
@@ -139,6 +146,14 @@ class Crew:
             await self._relay.call("run")
         finally:
             self._relay.kill()
+
+    async def _run_manager(self) -> None:
+        self._manager = self._process(manager_spec())
+        try:
+            await self._start(self._manager, MANAGER_START_SECONDS)
+            await self._manager.call("run")
+        finally:
+            self._manager.kill()
 
     async def _run_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         worker = self._process(rollout_spec(self._config, index))

@@ -104,6 +104,11 @@ class RolloutConfig(Section):
     repack: RepackConfig = RepackConfig()
 
     @property
+    def wants_manager(self) -> bool:
+        """Whether there is something to plan: replicas that drain, and repack is on."""
+        return self.repack.enabled and self.num_workers > 1 and self.effective_weight_update == "trajectory"
+
+    @property
     def effective_weight_update(self) -> Literal["trajectory", "turn", "in_flight"]:
         """`weight_update`, with its default filled in (DESIGN: fewer than four replicas swap in flight)."""
         return self.weight_update or ("in_flight" if self.num_workers < 4 else "trajectory")

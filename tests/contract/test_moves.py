@@ -11,11 +11,13 @@ import uuid
 
 import numpy as np
 import pytest
+from aiohttp import ClientSession
 from safetensors.numpy import save_file
 
-from laminar.config.rollout import EngineConfig, RolloutConfig
+from laminar.config.rollout import EngineConfig, RepackConfig, RolloutConfig
 from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.experience.partial import AppendOutcome
+from laminar.policies.repack import RepackLimits
 from laminar.seeds import trajectory_seed
 from laminar.types import ClaimedGroup, FinishReason, Prompt, SamplingParameters, WeightVersion
 from rollout.engines.client import EngineClient
@@ -28,6 +30,7 @@ from rollout.episode import play_episode
 from rollout.guest_door import GuestDoor
 from rollout.harbour import Harbour
 from rollout.journal import Journal
+from rollout.manager import Repacker
 from rollout.occupants import GuestLimits
 from rollout.replica import Replica
 from rollout.rewards.scorer import RewardScorer, Term
@@ -81,7 +84,9 @@ class Node:
         self.door = GuestDoor(self.replica, limits, token=TOKEN, release=self.release)
 
     async def start_engine(self, path, version):
-        server = EmulatedServer(path, str(version), self.options, time_factor=1.0, token=TOKEN, run_id=RUN)
+        server = EmulatedServer(
+            path, str(version), self.options, time_factor=1.0, token=TOKEN, run_id=RUN, max_arrears_seconds=0.0
+        )  # a busy machine makes steps late, never many at once
         self.servers.append(server)
         if len(self.servers) > self.num_starts:
             await asyncio.Event().wait()  # a restart that takes for ever
@@ -90,13 +95,13 @@ class Node:
     async def release(self, url):
         return await self.seats.release(url) | {"guests": self.door.send_on(url)}
 
-    async def tell(self):
-        version = self.replica.version
-        occupants = self.replica.berths.occupants
+    async def tell(self, newest="", is_draining=False):
+        version, berths = self.replica.version, self.replica.berths
         await self.directory.beat(
             ReplicaEntry(
-                self.name, self.harbour.url, str(version or ""), "", False, sum(o.context_tokens for o in occupants),
-                2000, len(occupants), 0, 0, 0,
+                self.name, self.harbour.url, str(version or ""), newest, is_draining,
+                sum(o.context_tokens for o in berths.occupants), 2000, len(berths.occupants), 0, berths.num_admitted,
+                max((o.expected_tokens for o in berths.occupants), default=0),
             )
         )  # fmt: skip
 
@@ -435,3 +440,84 @@ async def test_a_moved_episodes_journal_hears_every_token_once(make_nodes):
     assert [piece.offset for piece in pieces] == np.cumsum(
         [0, *(sum(t.num_tokens for t in piece.turns) for piece in pieces)]
     )[:-1].tolist()
+
+
+async def test_the_manager_empties_a_draining_replica_which_then_swaps_while_the_other_finishes(make_nodes):
+    """Over real doors: the plan, the command, the moves, the swap; nothing is lost, nobody holds anybody back."""
+    a, b = await make_nodes("a", "b")
+    short, long = Answer(1), Answer(2)
+    async with contextlib.AsyncExitStack() as stack:
+        (_, first), (_, second) = [await stack.enter_async_context(playing(*each)) for each in ((a, short), (b, long))]
+        await short.reach(20)
+        await long.reach(60)
+
+        async def swap(node):
+            async with node.replica.berths.close_for_swap(60) as drained:
+                await node.replica.swap(V1)
+                return drained
+
+        swaps = [asyncio.create_task(swap(node)) for node in (a, b)]
+        await until(lambda: a.replica.berths.is_closed and b.replica.berths.is_closed, "drains")
+        for node in (a, b):
+            await node.tell(newest="0.1", is_draining=True)
+
+        async def release(source, destination):
+            command = {"destination": destination}
+            async with (
+                ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+                session.post(f"{source}/release", json=command) as response,
+            ):
+                return await response.json()
+
+        manager = Repacker(RepackConfig(), RepackLimits(0.8, 1.0, 0, 64), release)
+        (move,) = await manager.consolidate(await a.directory.entries())
+        source, other = (a, b) if move.source == "a" else (b, a)
+        assert await asyncio.wait_for(swaps[0 if source is a else 1], 20)
+        assert source.replica.version == V1
+        await asyncio.gather(first, second)
+    assert await asyncio.gather(*swaps) == [True, True]
+    assert other.replica.version == V1
+    assert (short.ids, long.ids) == (expected(a.versions, 1)[0], expected(a.versions, 2)[0])
+    assert {*short.versions, *long.versions} == {V0}
+    assert a.sampled + b.sampled == 2 * ANSWER_TOKENS
+    assert (manager.tally.moved_trajectories, manager.tally.failed_moves) == (1, 0)
+
+
+async def test_in_mode_turn_a_swap_waits_for_the_turn_and_the_next_turn_has_the_new_weights(make_nodes):
+    (a,) = await make_nodes("a")
+    first, second = Answer(1), Answer(2)
+    async with a.seats.open("g") as seat:
+        turn = asyncio.create_task(first.sample(seat))
+        await first.reach(10)
+
+        async def swap():
+            async with a.replica.hold_turns(60) as ended:
+                assert ended
+                await a.replica.swap(V1)
+
+        swapping = asyncio.create_task(swap())
+        await asyncio.sleep(0)
+        next_turn = asyncio.create_task(second.sample(seat))
+        await turn
+        await asyncio.wait_for(swapping, 20)
+        await next_turn
+        assert a.num_open == 1, "the trajectory stays open over the swap"
+    assert (set(first.versions), set(second.versions)) == ({V0}, {V1})
+
+
+async def test_a_stranger_without_the_runs_token_gets_no_seat_and_no_obedience(make_nodes):
+    (a,) = await make_nodes("a")
+    async with ClientSession() as session:
+        async with session.post(f"{a.harbour.url}/release", json={"destination": "http://x"}) as response:
+            assert response.status == 401
+        async with session.get(f"{a.harbour.url}/guest") as response:
+            assert response.status == 401
+
+
+async def test_who_is_silent_is_not_in_the_directory(redis_client, run_id):
+    directory = ReplicaDirectory(redis_client, run_id, ttl_seconds=0.05)
+    await directory.beat(ReplicaEntry("a", "http://a", "0.0", "0.0", False, 0, 1, 0, 0, 0, 0))
+    assert [entry.replica for entry in await directory.entries()] == ["a"]
+    async with asyncio.timeout(20):
+        while await directory.entries():  # the server's clock, not ours
+            await asyncio.sleep(0.01)
