@@ -139,6 +139,11 @@ class RolloutManager:
         await self._session.close()
         await self._redis.aclose()
 
+    @property
+    def tally(self) -> Tally:
+        """What plans came to so far."""
+        return self._repacker.tally
+
     async def stop(self) -> None:
         """Make `run` return."""
         self._stopping.set()
