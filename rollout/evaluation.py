@@ -42,7 +42,7 @@ async def evaluate(player: Player, replica: Replica, prompts: Sequence[Prompt], 
     limit = asyncio.Semaphore(config.rollout.engine.max_running)
 
     async def answer(prompt: Prompt) -> Trajectory:
-        async with limit, replica.bind():
+        async with limit, replica.berths.bind(waits=False):
             item = ClaimedGroup(f"eval-{prompt.prompt_id}", 0, prompt, (0,), 0)
             return await player.play(replica, item, 0, 0, Purpose.EVALUATION)
 

@@ -3,7 +3,7 @@
 Invariants:
 - `version` is what the engine was last seen to hold, or None: *unknown weights* (dead, or a swap that failed or was not
   answered). With unknown weights nothing is generated; the engine is *condemned*, and its one keeper restarts it.
-- Open trajectories belong to the engine. `bind` and `close_for_swap` exclude each other through one condition.
+- Open trajectories belong to the engine, guests included: `berths`.
 
 It does not know groups, prompts or rewards.
 """
@@ -13,26 +13,35 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from laminar.config.rollout import EngineConfig
 from laminar.errors import DeadlineError, EngineError, RelayError
 from laminar.telemetry.clock import StateClock
-from laminar.types import Int32Array, SamplingParameters, WeightVersion, sampled
+from laminar.types import FinishReason, Int32Array, SamplingParameters, WeightVersion
 from relay.puller import Puller
 from relay.store import WEIGHTS_NAME
-from rollout.engines.client import BrokenAnswerError, EngineClient, OnTokens
-from rollout.engines.process import EngineProcess
+from rollout.berths import Berths
+from rollout.engine_handle import EngineHandle, StartEngine
+from rollout.engines.client import BrokenAnswerError, EngineClient
 from rollout.generation import Generation, OnSegment
+from rollout.streaming import as_segments
 
 logger = logging.getLogger("laminar.rollout.replica")
 
 ABORT_SECONDS = 5.0
 HEALTH_SECONDS = 10.0
 
-StartEngine = Callable[[Path, WeightVersion], Awaitable[tuple[EngineProcess, EngineClient]]]
-"""Starts an engine on a folder of weights; ready when it returns."""
+
+@dataclass(slots=True)
+class _Request:
+    """A request on its way: the engine's name for it, and who answers it once it was sent."""
+
+    engine_id: str
+    client: EngineClient | None = None
+    is_aborted: bool = False
 
 
 class Replica:
@@ -40,12 +49,15 @@ class Replica:
 
     def __init__(self, config: EngineConfig, puller: Puller, start_engine: StartEngine) -> None:
         self._config, self._puller, self._start_engine = config, puller, start_engine
-        self._process: EngineProcess | None = None
+        self._process: EngineHandle | None = None
         self._client: EngineClient | None = None
         self._changed = asyncio.Condition()
-        self._open = self._requests = 0
-        self._closed = self._swapping = False
+        self.berths = Berths(self._changed, lambda: self.version, config, self._note_activity)
+        self._requests: dict[str, _Request] = {}
+        self._holds_turns = False
+        self._hold_seconds = 0.0
         self._idle = "idle"
+        self._swapping = False
         self.clock = StateClock("start")
         self._condemned = ""
         self.version: WeightVersion | None = None
@@ -65,34 +77,10 @@ class Replica:
             raise EngineError("the engine is being restarted")
         return self._client
 
-    def say_idle(self, reason: str) -> None:
-        """Why nothing is to be done when nothing is done: the name of that state."""
-        self._idle = reason
-        self._note_state()
-
-    def _note_state(self) -> None:
-        """What the replica does now, for the clock."""
-        if self._swapping:
-            state = "swap"
-        elif self.version is None:
-            state = "restart" if self.restarts else "start"
-        elif self._closed:
-            state = "drain"
-        elif self._requests:
-            state = "decode"
-        else:
-            state = "environment" if self._open else self._idle
-        self.clock.enter(state)
-
     @property
-    def num_open(self) -> int:
-        """Trajectories that are open on this engine."""
-        return self._open
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it admits nothing, because it drains for a swap."""
-        return self._closed
+    def is_down(self) -> bool:
+        """Whether the engine is dead, condemned or being restarted; one that exchanges its weights is not."""
+        return self._client is None or bool(self.problem())
 
     def problem(self) -> str:
         """Why the engine must be restarted; empty if it need not."""
@@ -164,12 +152,43 @@ class Replica:
             EngineError: the engine answered wrongly, or not at all.
             DeadlineError: it did not answer in time.
         """
-        await self.wait_ready(self._config.start_seconds)
-        client, engine_id = self.client, uuid.uuid4().hex
-        on_tokens = None if on_segment is None else as_segments(on_segment, masked_heads=self._config.swap == "in_place")
+        request = self._requests[request_id] = _Request(uuid.uuid4().hex)
+        self._note_activity()
         try:
-            with self._at_engine():
-                return await client.generate(input_ids, sampling, engine_id, on_tokens)
+            ready = lambda: self._takes_requests or request.is_aborted  # noqa: E731
+            await self._wait_for(ready, "the engine to be ready", self._config.start_seconds + self._hold_seconds)
+            if request.is_aborted:
+                return Generation((), FinishReason.ABORT)
+            request.client = self.client
+            return await self._send(request.client, input_ids, sampling, request_id, on_segment)
+        finally:
+            del self._requests[request_id]
+            self._note_activity()
+            if self._holds_turns:
+                async with self._changed:
+                    self._changed.notify_all()
+
+    @property
+    def _takes_requests(self) -> bool:
+        return self.version is not None and not self._holds_turns
+
+    @property
+    def _num_sent(self) -> int:
+        """Requests that the engine has."""
+        return sum(request.client is not None for request in self._requests.values())
+
+    async def _send(
+        self,
+        client: EngineClient,
+        input_ids: Int32Array,
+        sampling: SamplingParameters,
+        request_id: str,
+        on_segment: OnSegment | None,
+    ) -> Generation:
+        on_tokens = None if on_segment is None else as_segments(on_segment, masked_heads=self._config.swap == "in_place")
+        engine_id = self._requests[request_id].engine_id
+        try:
+            return await client.generate(input_ids, sampling, engine_id, on_tokens)
         except BrokenAnswerError as error:
             logger.info("request %s: %s; %d tokens are kept", request_id, error, error.received.num_tokens)
             await self.probe(client)
@@ -184,15 +203,20 @@ class Replica:
             logger.info("request %s was cancelled", request_id)
             raise
 
-    @contextlib.contextmanager
-    def _at_engine(self) -> Iterator[None]:
-        self._requests += 1
-        self._note_state()
-        try:
-            yield
-        finally:
-            self._requests -= 1
-            self._note_state()
+    async def abort(self, request_id: str) -> None:
+        """End a request: its `generate` returns what was sampled. Nothing happens if there is none of that name.
+
+        Raises:
+            EngineError, DeadlineError: the engine does not take it.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        async with self._changed:
+            request.is_aborted = True
+            self._changed.notify_all()
+        if request.client is not None:
+            await request.client.abort(request.engine_id)
 
     async def probe(self, client: EngineClient | None = None) -> None:
         """Ask the engine whether it is well; one that is not gets no further requests, which would fail as well."""
@@ -217,34 +241,20 @@ class Replica:
             await self._wait_for(held, f"the engine to hold version number {number}", seconds)
 
     @contextlib.asynccontextmanager
-    async def bind(self) -> AsyncIterator[None]:
-        """Hold one open trajectory; a replica that is closed for a swap lets new ones wait."""
-        async with self._changed:
-            self._open += 1
-            self._note_state()
+    async def hold_turns(self, max_hold_seconds: float) -> AsyncIterator[bool]:
+        """Let no new turn begin and wait until none is being sampled; yields whether that happened in time."""
+        self._holds_turns, self._hold_seconds = True, max_hold_seconds
         try:
-            yield
+            await self._wait_for(lambda: not self._num_sent, "turns to end before a swap", max_hold_seconds)
+            ended = True
+        except DeadlineError:
+            ended = False
+        try:
+            yield ended
         finally:
             async with self._changed:
-                self._open -= 1
-                self._note_state()
+                self._holds_turns = False
                 self._changed.notify_all()
-
-    @contextlib.asynccontextmanager
-    async def close_for_swap(self, max_hold_seconds: float) -> AsyncIterator[bool]:
-        """Admit nothing and wait until no trajectory is open; yields whether that happened in time."""
-        self._closed = True
-        self._note_state()
-        try:
-            await self._wait_for(lambda: self._open == 0, "open trajectories to end before a swap", max_hold_seconds)
-            drained = True
-        except DeadlineError:
-            drained = False
-        try:
-            yield drained
-        finally:
-            self._closed = False
-            self._note_state()
 
     async def swap(self, version: WeightVersion) -> None:
         """Give the engine a newer version: pause, update, verify, continue.
@@ -274,7 +284,7 @@ class Replica:
             self.last_swap_seconds = time.monotonic() - started
 
     async def _exchange_weights(self, client: EngineClient, path: Path, version: WeightVersion) -> None:
-        mode = self._config.swap if self._open else "retract"
+        mode = self._config.swap if self._num_sent else "retract"
         await client.pause(mode)
         started = time.monotonic()
         await client.update_weights(path, version, flush_cache=mode == "retract")
@@ -287,8 +297,27 @@ class Replica:
     async def _set_version(self, version: WeightVersion | None) -> None:
         async with self._changed:
             self.version = version
-            self._note_state()
+            self._note_activity()
             self._changed.notify_all()
+
+    def say_idle(self, reason: str) -> None:
+        """Why nothing is to be done when nothing is done: the name of that state."""
+        self._idle = reason
+        self._note_activity()
+
+    def _note_activity(self) -> None:
+        """Tell the clock what is going on."""
+        if self._swapping:
+            state = "swap"
+        elif self.version is None:
+            state = "restart" if self.restarts else "start"
+        elif self.berths.is_closed and self.berths.occupants:
+            state = "drain"
+        elif self._requests:
+            state = "decode"
+        else:
+            state = "environment" if self.berths.occupants else self._idle
+        self.clock.enter(state)
 
     async def _wait_for(self, condition: Callable[[], bool], name: str, seconds: float) -> None:
         try:
@@ -296,16 +325,3 @@ class Replica:
                 await self._changed.wait_for(condition)
         except TimeoutError:
             raise DeadlineError(name, seconds) from None
-
-
-def as_segments(on_segment: OnSegment, *, masked_heads: bool) -> OnTokens:
-    """Turn an engine's parts into segments; with `masked_heads` a later version's first token is masked (in-place swaps)."""
-    last: WeightVersion | None = None
-
-    def on_tokens(ids: list[int], logprobs: list[float], version: WeightVersion) -> None:
-        nonlocal last
-        masked = int(masked_heads and last is not None and version != last)
-        last = version
-        on_segment(sampled(ids, logprobs, version, masked))
-
-    return on_tokens

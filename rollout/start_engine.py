@@ -6,10 +6,10 @@ from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
 from laminar.errors import EngineError
 from laminar.types import WeightVersion
+from rollout.engine_handle import EngineHandle, StartEngine
 from rollout.engines.client import EngineClient
 from rollout.engines.launch import CHECKS_WEIGHTS, EngineLaunch
 from rollout.engines.process import EngineProcess
-from rollout.replica import StartEngine
 
 
 def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
@@ -19,7 +19,7 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
     if engine.kind == "torch" and config.staleness.bound == 0:
         options.setdefault("batch-invariant", True)  # on-policy runs repeat bit by bit (DESIGN section 4, rule 9)
 
-    async def start(path: Path, version: WeightVersion) -> tuple[EngineProcess, EngineClient]:
+    async def start(path: Path, version: WeightVersion) -> tuple[EngineHandle, EngineClient]:
         process = EngineProcess(
             EngineLaunch(
                 model=path,

@@ -11,9 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import Counter, deque
 from collections.abc import AsyncIterator
-from typing import Any
 
 from redis.asyncio import Redis
 
@@ -21,6 +19,7 @@ from laminar.cluster.roles import RoleContext
 from laminar.codec import decode_prompt
 from laminar.config.rollout import RolloutConfig
 from laminar.config.root import LaminarConfig
+from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.errors import (
     DeadlineError,
     EngineError,
@@ -36,17 +35,23 @@ from laminar.experience.client import connect
 from laminar.experience.partial import Partial, PartialPool
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
+from laminar.policies.in_flight import next_limit
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import Puller, open_puller
+from rollout.engines.wire import EngineLoad
 from rollout.environments.factory import is_resumable
 from rollout.evaluation import EvaluationResult, evaluate
-from rollout.journal import Journal
+from rollout.guest_door import GuestDoor
+from rollout.harbour import Harbour
+from rollout.occupants import guest_limits
 from rollout.player import Player
 from rollout.recorder import PartialRecorder
 from rollout.replica import Replica
+from rollout.seat import Seats
 from rollout.start_engine import engine_starter
 from rollout.trajectory_log import TrajectoryLog
+from rollout.worker_counts import WorkerCounts
 
 logger = logging.getLogger("laminar.rollout.worker")
 
@@ -59,8 +64,6 @@ EVENT_WAIT_SECONDS = 5.0
 VERSION_WAIT_SECONDS = 5.0
 ENGINE_CHECK_SECONDS = 0.2
 PROBE_SECONDS = 5.0
-FAILURE_WINDOW = 64
-"""Ended trajectories over which the share of failures is taken."""
 
 
 class RolloutWorker:
@@ -77,15 +80,9 @@ class RolloutWorker:
         self._evaluations_open = 0
         self._may_swap = asyncio.Event()
         self._may_swap.set()
-        self._ended: deque[Trajectory] = deque(maxlen=FAILURE_WINDOW)
-        self._failures: Counter[str] = Counter()
-        self._num_ended = 0
-        self._num_aborted = 0
-        self._resumed_tokens = 0
-        self._full_since: float | None = None
-        self._producer_wait_seconds = 0.0
-        self._tokens_of_dead_engines = 0
-        self._engine_tokens = 0
+        self._counts = WorkerCounts(self._rollout)
+        self._in_flight_limit = self._rollout.max_in_flight_groups
+        self._num_retractions = 0
 
     async def start(self) -> None:
         """Connect, wait for weights, start the engine."""
@@ -115,6 +112,16 @@ class RolloutWorker:
             is_resumable=is_resumable(self._config.environment),
         )
         self._telemetry = TelemetryWriter(client, self._context.run_id, self._context.role)
+        self._directory = ReplicaDirectory(client, self._context.run_id)
+        self._harbour = Harbour(
+            self._directory,
+            token=self._context.token,
+            request_seconds=self._rollout.engine.request_seconds,
+            move_seconds=self._rollout.repack.deadline_seconds,
+        )
+        self._seats = Seats(replica, self._harbour)
+        limits = guest_limits(self._config)
+        self._door = GuestDoor(replica, limits, token=self._context.token, release=self._release)
         await replica.start()
 
     async def run(self) -> None:
@@ -129,7 +136,7 @@ class RolloutWorker:
             *([self._log.run()] if self._log else []),
         ]  # fmt: skip
         try:
-            async with asyncio.TaskGroup() as group:
+            async with self._door.open(self._context.node_address) as self._harbour.url, asyncio.TaskGroup() as group:
                 tasks = [group.create_task(loop) for loop in loops]
                 self._group = group
                 await self._stopping.wait()
@@ -147,7 +154,7 @@ class RolloutWorker:
 
     async def limit_in_flight(self, num_groups: int) -> None:
         """Play at most so many groups at once from now on; those that are being played go on."""
-        self._max_in_flight = num_groups
+        self._max_in_flight = self._in_flight_limit = num_groups
 
     async def evaluate(self, prompts: list[bytes], min_number: int) -> EvaluationResult:
         """Answer held-out prompts with one version of at least this number; the next swap is held until the items end.
@@ -173,9 +180,11 @@ class RolloutWorker:
     async def _leave(self) -> None:
         with contextlib.suppress(ExperienceError):
             await self._pool.give_back(self._context.role, list(self._held))
+        await self._harbour.close()
         await self._replica.kill()
         if self._log:
             self._log.write()
+        await self._directory.forget(self._context.role)
         await self._redis.aclose()
         self._left.set()
 
@@ -186,13 +195,13 @@ class RolloutWorker:
         Unblocked by: a group's end, a swap's end, a published step.
         """
         while True:
-            room = self._max_in_flight - len(self._groups)
+            room = self._in_flight_limit - self._num_here
             version = self._replica.version
             granted = 0
-            if room > 0 and version is not None and not self._replica.is_closed:
+            if room > 0 and version is not None and not self._replica.berths.is_closed:
                 claim = await self._pool.claim(self._context.role, version, room, self._rollout.lease_seconds)
                 granted = len(claim.groups)
-                self._note_full_buffer(claim.refused == "bytes" and not granted)
+                self._counts.note_full_buffer(claim.refused == "bytes" and not granted)
                 self._replica.say_idle(f"idle_{claim.refused}" if claim.refused else "idle")
                 for group in claim.groups:
                     self._held.add(group.group_id)
@@ -217,12 +226,14 @@ class RolloutWorker:
         try:
             for replay in itertools.count():
                 trajectory = await self._try_member(group, member, replay, left if not replay else None)
-                self._count(trajectory)
+                if self._log:
+                    self._log.add(trajectory)
+                self._counts.end(trajectory)
                 outcome = await self._buffer.submit(trajectory, self._context.role)
                 if outcome is not SubmitOutcome.REPLAY:
                     break
         except asyncio.CancelledError:
-            self._num_aborted += 1
+            self._counts.num_aborted += 1
             raise
         if outcome.startswith("refused"):
             logger.info("submit %s: %s", trajectory.trajectory_id, outcome)
@@ -236,49 +247,20 @@ class RolloutWorker:
         attempts = list(range(first, first + self._rollout.max_attempts))
         for attempt in [left.attempt, *attempts[1:]] if left else attempts:
             journal = self._recorder.open(group, member, attempt, left)
-            async with self._replica.bind():
-                trajectory = await self._player.play(self._replica, group, member, attempt, Purpose.TRAIN, journal)
-            self._end_record(journal)
+            async with self._seats.open(group.group_id) as seat:
+                trajectory = await self._player.play(seat, group, member, attempt, Purpose.TRAIN, journal)
+            self._counts.end_record(journal)
             left = None
-            if trajectory.failure is None:
-                break
-            self._failures[trajectory.failure.kind] += 1
-            logger.warning("%s: %s: %s", trajectory.trajectory_id, trajectory.failure.kind, trajectory.failure.text)
-            if trajectory.failure.kind is FailureKind.USER_BUG:
+            if self._counts.note_failure(trajectory) in (None, FailureKind.USER_BUG):
                 break
         return trajectory
-
-    def _note_full_buffer(self, is_full: bool) -> None:
-        """Count the time in which nothing could be claimed because the buffer's bytes were all reserved."""
-        now = time.monotonic()
-        if self._full_since is not None:
-            self._producer_wait_seconds += now - self._full_since
-        self._full_since = now if is_full else None
-
-    def _end_record(self, journal: Journal | None) -> None:
-        """Count what needed not be sampled again; nothing more is put by."""
-        if journal is not None:
-            journal.close()
-            self._resumed_tokens += journal.resumed_tokens
-
-    def _count(self, trajectory: Trajectory) -> None:
-        """Count an outcome; stop when nearly all of the last ones failed for good."""
-        self._num_ended += 1
-        if self._log:
-            self._log.add(trajectory)
-        self._ended.append(trajectory)
-        failed = [t.failure for t in self._ended if t.failure is not None]
-        if len(self._ended) >= FAILURE_WINDOW // 4 and len(failed) > self._rollout.max_failure_ratio * len(self._ended):
-            raise RunFailedError(
-                f"{len(failed)} of the last {len(self._ended)} trajectories failed; the first: "
-                f"{failed[0].kind}: {failed[0].text}"
-            )
 
     async def _follow_weights(self) -> None:
         """Keep the engine on the newest complete version.
 
         Consumes: versions on this machine. Produces: swaps. Waits for: a newer version; the end of an evaluation; then, in
-        mode `trajectory`, an engine with no open trajectory. Unblocked by: the last open trajectory, or `max_hold_seconds`.
+        mode `trajectory`, an engine with no open trajectory; in mode `turn`, one that samples no turn. Unblocked by: the
+        last of them, a release, or `max_hold_seconds`.
         """
         while True:
             await self._replica.wait_ready(self._rollout.engine.start_seconds)
@@ -288,15 +270,23 @@ class RolloutWorker:
                 continue
             await self._may_swap.wait()
             try:
-                if self._rollout.effective_weight_update == "trajectory":
-                    async with self._replica.close_for_swap(self._rollout.max_hold_seconds) as drained:
-                        if not drained:
-                            logger.warning("held for %s s: swapping in flight", self._rollout.max_hold_seconds)
-                        await self._replica.swap(self._puller.latest() or newer)
-                else:
-                    await self._replica.swap(newer)
+                async with self._pause_admission() as drained:
+                    if not drained:
+                        logger.warning("held for %s s: swapping in flight", self._rollout.max_hold_seconds)
+                    await self._replica.swap(self._puller.latest() or newer)
             except RelayError as error:
                 logger.info("swap to %s: %s", newer, error)
+
+    def _pause_admission(self) -> contextlib.AbstractAsyncContextManager[bool]:
+        """What has to come to its end before a swap, by update mode."""
+        seconds = self._rollout.max_hold_seconds
+        match self._rollout.effective_weight_update:
+            case "trajectory":
+                return self._replica.berths.close_for_swap(seconds)
+            case "turn":
+                return self._replica.hold_turns(seconds)
+            case "in_flight":
+                return contextlib.nullcontext(True)
 
     async def _keep_engine(self) -> None:
         """Restart an engine that died, hangs, or was condemned."""
@@ -316,7 +306,7 @@ class RolloutWorker:
             raise RunFailedError(
                 f"the engine of {self._context.role} was restarted {self._replica.restarts} times: {reason}"
             )
-        self._tokens_of_dead_engines, self._engine_tokens = self._tokens_of_dead_engines + self._engine_tokens, 0
+        self._counts.engine_died()
         await self._replica.restart()
 
     async def _renew_leases(self) -> None:
@@ -346,39 +336,68 @@ class RolloutWorker:
             task.cancel()
 
     async def _report(self) -> None:
-        """Say how the replica is doing."""
+        """Say how the replica is doing: to the directory, to the observer; and let its pressure set the in-flight limit."""
         while True:
-            totals, spans = self._replica.clock.take()
-            await self._telemetry.emit("worker", await self._measure() | totals, fields={"spans": spans})
+            load = await self._load()
+            await self._directory.beat(self._entry(load))
+            self._adapt(load)
+            states, spans = self._replica.clock.take()
+            metrics = self._measure(load) | self._counts.split_generating(states, load)
+            await self._telemetry.emit("worker", metrics, fields={"spans": spans})
             await asyncio.sleep(REPORT_SECONDS)
 
-    async def _measure(self) -> dict[str, float]:
-        metrics: dict[str, Any] = {
-            "worker/open_trajectories": self._replica.num_open,
-            "worker/finished_trajectories": self._num_ended,
-            "worker/aborted_trajectories": self._num_aborted,
-            "worker/version_number": -1 if self._replica.version is None else self._replica.version.number,
-            "experience/producer_wait_seconds": self._producer_wait_seconds,
-            "worker/resumed_tokens": self._resumed_tokens,
-            "worker/records_left_out": self._log.left_out if self._log else 0,
-            "worker/engine_restarts": self._replica.restarts,
-            "weights/swap_seconds": self._replica.last_swap_seconds,
-            **{f"rollout/failures_{kind}": count for kind, count in self._failures.items()},
-        }
-        if self._replica.last_pull is not None:
-            seconds, num_bytes = self._replica.last_pull
-            metrics |= {"weights/pull_seconds": seconds, "weights/pull_bytes_per_second": num_bytes / max(seconds, 1e-9)}
+    async def _load(self) -> EngineLoad | None:
         try:
-            load = await self._replica.client.loads()
+            return await self._replica.client.loads()
         except (EngineError, DeadlineError):
-            load = None
-        if load is not None:
-            self._engine_tokens = load.generated_tokens
-            metrics["engine/running"] = load.running
-            metrics["engine/waiting"] = load.waiting
-            metrics["engine/kv_use_ratio"] = load.used_tokens / max(load.capacity_tokens, 1)
-        metrics["engine/generated_tokens"] = self._tokens_of_dead_engines + self._engine_tokens
-        return metrics
+            return None
+
+    def _entry(self, load: EngineLoad | None) -> ReplicaEntry:
+        berths, newest = self._replica.berths, self._puller.latest()
+        return ReplicaEntry(
+            replica=self._context.role,
+            url=self._harbour.url,
+            version="" if self._replica.version is None else str(self._replica.version),
+            newest="" if newest is None else str(newest),
+            is_draining=berths.is_closed,
+            context_tokens=sum(occupant.context_tokens for occupant in berths.occupants),
+            capacity_tokens=self._rollout.engine.max_cached_tokens,
+            num_open=len(berths.occupants),
+            num_waiting=load.waiting if load is not None else 0,
+            num_admitted=berths.num_admitted,
+            remaining_tokens=max((occupant.expected_tokens for occupant in berths.occupants), default=0),
+        )
+
+    def _adapt(self, load: EngineLoad | None) -> None:
+        if load is None or not self._rollout.adapt_in_flight:
+            return
+        self._in_flight_limit = next_limit(
+            self._in_flight_limit,
+            ceiling=self._max_in_flight,
+            in_flight=self._num_here,
+            kv_share=load.used_tokens / max(load.capacity_tokens, 1),
+            num_waiting=load.waiting,
+            num_retracted=max(0, load.num_retractions - self._num_retractions),
+        )
+        self._num_retractions = load.num_retractions
+
+    @property
+    def _num_here(self) -> int:
+        """Groups that take room on this engine; those that are generated elsewhere do not."""
+        return len(self._groups) - self._seats.num_away(self._groups)
+
+    def _measure(self, load: EngineLoad | None) -> dict[str, float]:
+        return self._counts.metrics(self._replica, load) | {
+            "worker/away_groups": len(self._groups) - self._num_here,
+            "worker/in_flight_limit": self._in_flight_limit,
+            "worker/records_left_out": self._log.left_out if self._log else 0,
+        }
+
+    async def _release(self, url: str) -> dict[str, int]:
+        """The manager's command: move everything that is open here, guests too, to the replica whose door is there."""
+        outcome = await self._seats.release(url)
+        self._counts.num_moved += outcome["moved"]
+        return outcome | {"guests": self._door.send_on(url)}
 
 
 def first_attempt(rollout: RolloutConfig, lease: int, replay: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from laminar.cluster.ray_cluster import RoleDiedError, RoleProcess
 from laminar.cluster.relays import Relays
-from laminar.cluster.roles import RoleContext, RoleSpec, rollout_spec, trainer_specs
+from laminar.cluster.roles import RoleContext, RoleSpec, manager_spec, rollout_spec, trainer_specs
 from laminar.config.root import LaminarConfig
 from laminar.errors import FATAL_ERRORS, LaminarError, RunFailedError, first_error
 from laminar.telemetry.stream import TelemetryWriter
@@ -24,6 +24,7 @@ logger = logging.getLogger("laminar.supervisor")
 
 STOP_SECONDS = 20.0
 """How long an orderly stop may take before the rest is killed."""
+MANAGER_START_SECONDS = 90.0
 
 
 class Crew:
@@ -44,12 +45,17 @@ class Crew:
         self._ranks: list[RoleProcess] = []
         self._master_node = ""
         self._relays = Relays(self._keep, self._process, self._start)
+        self._manager: RoleProcess | None = None
         self.restarts: Counter[str] = Counter()
         self.is_stopping = False
 
     async def keep_relays(self) -> None:
         """Run a relay on every machine that trains or runs engines, until cancelled."""
         await self._relays.run()
+
+    async def keep_manager(self) -> None:
+        """Run the rollout manager until cancelled."""
+        await self._keep("manager", self._run_manager)
 
     async def keep_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Run one worker until cancelled.
@@ -104,7 +110,8 @@ class Crew:
     async def stop(self) -> None:
         """Stop workers and relays in order; what does not obey in time is killed with the rest."""
         self.is_stopping = True
-        roles = [*self._workers.values(), *self._relays.processes()]
+        managers = [self._manager] if self._manager is not None else []
+        roles = [*self._workers.values(), *managers, *self._relays.processes()]
         for role in roles:
             try:
                 async with asyncio.timeout(STOP_SECONDS / 4):
@@ -144,6 +151,14 @@ class Crew:
     async def _start(self, process: RoleProcess, seconds: float) -> None:
         await self._place(process)
         await process.start(seconds)
+
+    async def _run_manager(self) -> None:
+        self._manager = self._process(manager_spec())
+        try:
+            await self._start(self._manager, MANAGER_START_SECONDS)
+            await self._manager.call("run")
+        finally:
+            self._manager.kill()
 
     async def _run_worker(self, index: int, first_evaluation: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         worker = self._process(rollout_spec(self._config, index))

@@ -103,6 +103,11 @@ def rollout_spec(config: LaminarConfig, index: int) -> RoleSpec:
     )
 
 
+def manager_spec() -> RoleSpec:
+    """The rollout manager."""
+    return RoleSpec("manager", "rollout.manager:RolloutManager")
+
+
 def cpus_needed(config: LaminarConfig) -> int:
     """CPUs that Ray must offer for all roles to be placed."""
     return (

@@ -214,6 +214,7 @@ class Supervisor:
                     group.create_task(observer.run()),
                     group.create_task(self._measure_memory(context.run_id)),
                     group.create_task(crew.keep_relays()),
+                    *([group.create_task(crew.keep_manager())] if self._config.rollout.wants_manager else []),
                     group.create_task(keeper.run()),
                     group.create_task(desk.run()),
                 ]

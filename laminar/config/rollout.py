@@ -50,6 +50,26 @@ class EngineConfig(Section):
     """Further command-line flags of the engine, by name without dashes."""
 
 
+class RepackConfig(Section):
+    """`[rollout.repack]`: replicas of an old version hand their last trajectories to each other, so that most swap early."""
+
+    enabled: bool = True
+    """Whether the manager makes plans. With `weight_update` other than `trajectory` there is nothing to plan."""
+    interval_seconds: float = Field(5, gt=0)
+    """Time between plans; one is made right after a new version, too."""
+    kv_high: float = Field(0.8, gt=0, le=1)
+    """Share of its key-value cache below which a replica with nothing waiting counts as idle."""
+    kv_limit: float = Field(0.95, gt=0, le=1)
+    """Share of a destination's cache that may be used, growth included."""
+    headroom_tokens: int = Field(512, ge=0)
+    """Growth that is planned for each trajectory, in tokens."""
+    flops_per_byte: float | None = Field(None, gt=0)
+    """Arithmetic speed of an engine's GPU over its memory bandwidth, such as 295 for an H100: bounds a destination's
+    trajectories to the batch whose steps are still bound by reading weights. Unset: `rollout.engine.max_running` does."""
+    deadline_seconds: float = Field(30, gt=0)
+    """Longest time for one move; what is not done by then is undone."""
+
+
 class RolloutConfig(Section):
     """`[rollout]`: workers, groups and lengths."""
 
@@ -59,13 +79,15 @@ class RolloutConfig(Section):
     """Sibling attempts at one prompt."""
     max_new_tokens: int = Field(512, ge=1)
     """Longest answer in tokens."""
-    weight_update: Literal["trajectory", "in_flight"] | None = None
-    """When a replica takes new weights: with no open trajectory, or at once.
+    weight_update: Literal["trajectory", "turn", "in_flight"] | None = None
+    """When a replica takes new weights: with no open trajectory, between turns, or at once.
     Default: `in_flight` with fewer than four replicas, else `trajectory`."""
     max_hold_seconds: float = Field(300, gt=0)
     """Longest time that open trajectories may hold back a swap before it happens in flight."""
     max_in_flight_groups: int = Field(64, ge=1)
-    """Groups that one worker plays at once."""
+    """Most groups that one worker plays at once."""
+    adapt_in_flight: bool = True
+    """Play fewer while the engine preempts requests or its cache is full, and slowly more again."""
     max_attempts: int = Field(3, ge=1)
     """Attempts at one trajectory, or at one group's lease, before it is given up."""
     group_failure: Literal["refill", "shrink", "drop"] = "shrink"
@@ -79,8 +101,14 @@ class RolloutConfig(Section):
     """A worker that is silent for so long loses its groups to others."""
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
+    repack: RepackConfig = RepackConfig()
 
     @property
-    def effective_weight_update(self) -> Literal["trajectory", "in_flight"]:
+    def wants_manager(self) -> bool:
+        """Whether there is something to plan: replicas that drain, and repack is on."""
+        return self.repack.enabled and self.num_workers > 1 and self.effective_weight_update == "trajectory"
+
+    @property
+    def effective_weight_update(self) -> Literal["trajectory", "turn", "in_flight"]:
         """`weight_update`, with its default filled in (DESIGN: fewer than four replicas swap in flight)."""
         return self.weight_update or ("in_flight" if self.num_workers < 4 else "trajectory")

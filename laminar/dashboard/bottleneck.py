@@ -57,7 +57,7 @@ def bottleneck(
         )
     return (
         f"Balanced: the trainer trains {percent(trainer.get('train', 0.0))} of the time and waits {percent(wait)}; "
-        f"rollouts decode {percent(replica.get('decode', 0.0))}."
+        f"rollouts generate {percent(replica.get('decode', 0.0) + replica.get('prefill', 0.0))}."
     )
 
 
@@ -66,10 +66,17 @@ def _lack_of_tokens(replica: Shares, staleness_mean: float | None, bound: int | 
         return sum(replica.get(state, 0.0) for state in states)
 
     slowest = max(
-        (("idle_bytes",), ("idle_staleness",), ("restart", "start"), ("swap", "drain"), ("environment",), ("decode",)),
+        (
+            ("idle_bytes",),
+            ("idle_staleness",),
+            ("restart", "start"),
+            ("swap", "drain"),
+            ("environment",),
+            ("decode", "prefill"),
+        ),
         key=lambda states: share(*states),
     )
-    if slowest != ("decode",) and share(*slowest) >= MUCH:
+    if slowest[0] != "decode" and share(*slowest) >= MUCH:
         return _remedy(slowest[0], percent(share(*slowest)))
     if share("idle_end_of_data", "idle_not_ready") >= MUCH:
         return "there is nothing to play: the data is at its end, or the run is being restored"

@@ -75,15 +75,19 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
         self._received_tokens = 0
         self._tensor_forms: TensorForms | None = None if first_weights is None else read_forms(first_weights)
-        self._paused = False
+        self._paused = self._is_closed = False
+        self._scopes: set[asyncio.Timeout] = set()
         self._held: dict[str, asyncio.Future[bool]] = {}
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; calls that are on their way fail."""
+        self._is_closed = True
         self._release(EngineError(f"{self.url}: the client was closed"))
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        for scope in self._scopes:
+            scope.reschedule(0)  # a reader of a closed aiohttp session would wait for ever
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def generate(
         self,
@@ -274,10 +278,22 @@ class EngineClient:
         return json.loads(text) if text.startswith("{") else {}
 
     @contextlib.asynccontextmanager
+    async def _bounded(self, seconds: float) -> AsyncIterator[None]:
+        """A deadline, which `close` brings forward."""
+        async with asyncio.timeout(seconds) as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+
+    @contextlib.asynccontextmanager
     async def _exchange(
         self, method: str, path: str, content: dict[str, Any] | None, seconds: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """One HTTP exchange under a deadline; any trouble is an `EngineError` with the engine's own words."""
+        if self._is_closed:
+            raise EngineError(f"{self.url}{path}: the client was closed")
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None)
             connector = aiohttp.TCPConnector(limit=0)
@@ -285,7 +301,7 @@ class EngineClient:
                 headers=self._headers, timeout=timeout, connector=connector, read_bufsize=1 << 20
             )
         try:
-            async with asyncio.timeout(seconds), self._session.request(method, self.url + path, json=content) as response:
+            async with self._bounded(seconds), self._session.request(method, self.url + path, json=content) as response:
                 if response.status != 200:
                     text = error_text(await response.text())
                     if response.status == 401:
@@ -293,6 +309,8 @@ class EngineClient:
                     raise EngineError(f"{self.url}{path} answered {response.status}: {text}")
                 yield response
         except TimeoutError as error:
+            if self._is_closed:
+                raise EngineError(f"{self.url}{path}: the client was closed") from error
             raise DeadlineError(f"engine {self.url}{path}", seconds) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}") from error

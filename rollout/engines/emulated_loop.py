@@ -16,9 +16,6 @@ from rollout.engines.wire import EngineLoad, GenerateWire
 
 Result = TypeVar("Result")
 
-MAX_ARREARS_SECONDS = 1.0
-"""How far a busy machine may fall behind before the lost time is given up."""
-
 
 class EmulatedLoop:
     """One engine's steps.
@@ -27,12 +24,18 @@ class EmulatedLoop:
         engine: not used elsewhere from now on.
         time_factor: seconds of the real engine in one second.
         on_crash: called if a step fails of a bug.
+        max_arrears_seconds: how far a busy machine may fall behind before the lost time is given up.
     """
 
     def __init__(
-        self, engine: EmulatedEngine, time_factor: float, on_crash: Callable[[BaseException], None] = lambda error: None
+        self,
+        engine: EmulatedEngine,
+        time_factor: float,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
+        *,
+        max_arrears_seconds: float = 1.0,
     ) -> None:
-        self._engine, self._time_factor = engine, time_factor
+        self._engine, self._time_factor, self._max_arrears = engine, time_factor, max_arrears_seconds
         self._readers = Readers()
         self._work = asyncio.Event()
         self._due = 0.0
@@ -84,9 +87,9 @@ class EmulatedLoop:
                 continue
             self._due += self._engine.begin() / self._time_factor
             now = time.monotonic()
-            if now - self._due > MAX_ARREARS_SECONDS:
-                self.lag_seconds += now - self._due - MAX_ARREARS_SECONDS
-                self._due = now - MAX_ARREARS_SECONDS
+            if now - self._due > self._max_arrears:
+                self.lag_seconds += now - self._due - self._max_arrears
+                self._due = now - self._max_arrears
             await asyncio.sleep(self._due - now)
             self._engine.end()
             self._deliver()

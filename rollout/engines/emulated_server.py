@@ -27,19 +27,29 @@ class EmulatedServer:
         options: what to pretend.
         time_factor: seconds of the real engine in one second.
         token, run_id: as for `EngineServer`.
+        max_arrears_seconds: as for `EmulatedLoop`.
     """
 
     def __init__(
-        self, model: Path, version: str, options: EmulatedOptions, *, time_factor: float, token: str, run_id: str
+        self,
+        model: Path,
+        version: str,
+        options: EmulatedOptions,
+        *,
+        time_factor: float,
+        token: str,
+        run_id: str,
+        max_arrears_seconds: float = 1.0,
     ) -> None:
         self.engine = EmulatedEngine(model, version, options)
         self._time_factor, self._token, self._run_id = time_factor, token, run_id
+        self._max_arrears = max_arrears_seconds
         self._stack = AsyncExitStack()
         self.returncode: int | None = None
 
     async def start(self) -> str:
         """Listen; returns the URL."""
-        self.loop = EmulatedLoop(self.engine, self._time_factor)
+        self.loop = EmulatedLoop(self.engine, self._time_factor, max_arrears_seconds=self._max_arrears)
         server = EngineServer(self.loop, token=self._token, run_id=self._run_id)
         return await self._stack.enter_async_context(listening(server, "127.0.0.1", 0))
 

@@ -21,6 +21,8 @@ from rollout.engines.door import EngineDoor
 from rollout.engines.wire import AbortWire, GenerateWire, PauseWire, UpdateWire
 
 MAX_BODY_BYTES = 256 << 20
+CLOSE_SECONDS = 0.01
+"""What an answer that is on its way gets at the end; 0 would mean for ever."""
 RUN_HEADER = "X-Laminar-Run"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -192,7 +194,7 @@ def refusal(status: int, message: str) -> web.Response:
 @contextlib.asynccontextmanager
 async def listening(server: EngineServer, host: str, port: int) -> AsyncIterator[str]:
     """Serve until the block ends; yields the URL. Port 0: any free one."""
-    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=0)
+    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
     await runner.setup()
     try:
         listener = socket.create_server((host, port), backlog=1024)

@@ -8,7 +8,6 @@ import contextlib
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +15,7 @@ from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
 from laminar.errors import DeadlineError, RunFailedError
 from laminar.types import EvictionReason, FinishReason, GroupState, SamplingParameters, WeightVersion, sampled
+from rollout.engines.wire import EngineLoad
 from rollout.environments.base import Observation, StepResult
 from rollout.episode import play_episode
 from rollout.generation import Generation
@@ -52,7 +52,7 @@ class Engine:
         return None
 
     async def loads(self):
-        return SimpleNamespace(generated_tokens=0, running=0, waiting=0, used_tokens=0, capacity_tokens=1)
+        return EngineLoad(0, 0, 0, 1, 0)
 
     async def kill(self):
         return None
@@ -200,7 +200,7 @@ async def test_d17_a_raising_and_a_hanging_task_do_not_starve_the_step(make_benc
             await bench.run.buffer.publish(0, step)
         await bench.until(lambda: _is_ended(bench, {"2", "4"} - set(trained)))
     assert time.monotonic() - started < 3.0
-    assert bench.worker._failures == {"environment": 1, "timeout": 1}
+    assert bench.worker._counts._failures == {"environment": 1, "timeout": 1}
     assert (bench.player.played["2"], bench.player.played["4"]) == (2, 2)
     assert len(set(trained)) == len(trained) == 8
     assert (await bench.run.buffer.counters()).is_balanced
@@ -230,7 +230,7 @@ async def test_d17_tasks_that_stay_broken_are_given_up_and_the_step_still_comple
 
 
 async def _num_failed(bench, attempts):
-    return bench.worker._failures.total() == attempts and (await bench.run.buffer.counters()).num_failed == 2
+    return bench.worker._counts._failures.total() == attempts and (await bench.run.buffer.counters()).num_failed == 2
 
 
 async def test_d17_all_raise_and_the_run_stops_with_the_first_exceptions_message(make_bench):
@@ -305,7 +305,7 @@ async def test_an_evicted_group_is_aborted_in_the_engine_within_a_moment_and_cou
         await bench.until(lambda: _num_aborted(bench, 2))
         seconds = time.monotonic() - started
         await bench.until(lambda: _is_ended(bench, {"0", "1"}))  # the prompt was issued again, and answered
-        assert (await bench.worker._measure())["worker/aborted_trajectories"] == 2
+        assert bench.worker._measure(None)["worker/aborted_trajectories"] == 2
     assert seconds < 1.0
     counters = await bench.run.buffer.counters()
     assert (counters.evicted, counters.dropped_lengths) == ({"stale": 2}, {"unfinished": 2})

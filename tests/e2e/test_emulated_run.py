@@ -15,9 +15,14 @@ EMULATED = (
 
 
 def test_emulated_workers_and_trainer_run_to_the_end_within_the_bound_and_leave_nothing_behind(start):
-    run = start(*EMULATED, "run.max_steps=8", "rollout.num_workers=3", "rollout.weight_update=trajectory")
+    run = start(
+        *EMULATED, "run.max_steps=8", "rollout.num_workers=3", "rollout.weight_update=trajectory",
+        "rollout.repack.interval_seconds=0.5", "rollout.repack.headroom_tokens=4",
+    )  # fmt: skip
     assert run.wait(120) == 0, run.text()
     steps = run.lines()
     assert [line["step"] for line in steps] == list(range(1, 9))
     assert max(line["staleness/versions_max"] for line in steps) <= 2
     assert run.leftovers() == []
+    log = (run.folder.path / "logs" / "manager.log").read_text()
+    assert "Traceback" not in log

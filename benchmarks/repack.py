@@ -1,0 +1,169 @@
+"""Does repack pay? `python -m benchmarks.repack [--quick]`.
+
+16 emulated replicas with the paper's 32B TP4 decode latencies and 32B answer lengths; real workers, manager, relay, trainer
+loop (emulated steps) and Redis; update mode `trajectory`. Repack off and on, alternated, same prompts, seeds and so lengths.
+Time runs `TIME_FACTOR` times faster than in the real engines; one emulated token stands for `TOKEN_SCALE` real ones, and a
+request gets `STEP_TOKENS` of them at once. Values are in real tokens and real engine seconds. Start-up is not counted.
+
+Value: generated tokens/s on over off. Bar: 1.20, with mean key-value use up, mean and maximum trajectory latency at most 3 %
+worse, and planning below 1 % of wall. The engines' CPU and lag tell how far the machine kept up; with a lag figures are low.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulated_fleet import cpu_seconds, running_fleet
+from laminar.config.root import LaminarConfig
+from laminar.policies.repack import RepackLimits, ReplicaLoad, plan_repack
+from laminar.types import WeightVersion
+from rollout.tiny import make_model
+
+NUM_REPLICAS, GROUP_SIZE, GROUPS_EACH = 16, 4, 8
+TIME_FACTOR, TOKEN_SCALE, STEP_TOKENS = 20.0, 16, 16
+CAPACITY_TOKENS = 110_000
+PROMPTS_PER_STEP = 220
+STEP_SECONDS = 20.0
+BAR = 1.20
+
+
+def settings(model: Path, *, repack: bool) -> LaminarConfig:
+    """The run; lengths in emulated tokens, times in seconds of this machine."""
+    return LaminarConfig.model_validate(
+        {
+            "run": {"max_steps": 10_000, "seed": 7},
+            "model": {"path": str(model)},
+            "data": {"path": "-", "max_prompt_tokens": 16},
+            "rewards": [{"kind": "benchmarks.emulated_fleet:one"}],
+            "rollout": {
+                "num_workers": NUM_REPLICAS,
+                "group_size": GROUP_SIZE,
+                "max_new_tokens": 1200,
+                "max_in_flight_groups": GROUPS_EACH,
+                "weight_update": "trajectory",
+                "max_hold_seconds": 1000,
+                "engine": {"kind": "emulated", "max_running": 256, "max_cached_tokens": CAPACITY_TOKENS // TOKEN_SCALE},
+                "repack": {"enabled": repack, "interval_seconds": 0.5, "headroom_tokens": 512 // TOKEN_SCALE},
+            },
+            "trainer": {
+                "kind": "emulated",
+                "prompts_per_step": PROMPTS_PER_STEP,
+                "emulated": {"step_seconds": [STEP_SECONDS / TIME_FACTOR]},
+            },
+            "staleness": {"max_staleness": "unbounded"},
+            "checkpoint": {"every_steps": 10_000},
+        }
+    )
+
+
+async def measure_arm(model: Path, folder: Path, *, repack: bool, warm_seconds: float, seconds: float) -> dict[str, Any]:
+    """One arm: start, let the first versions pass, measure."""
+    flags: dict[str, object] = {
+        "latency": "32B_TP4", "lengths": "32B_math", "time-factor": TIME_FACTOR,
+        "token-scale": TOKEN_SCALE, "step-tokens": STEP_TOKENS,
+    }  # fmt: skip
+    run_id = f"bench-{uuid.uuid4().hex[:8]}"
+    async with running_fleet(settings(model, repack=repack), folder / run_id, run_id, flags) as fleet:
+        await asyncio.sleep(warm_seconds)
+        before, cpu_before, started = await fleet.host.ask(ask=True), cpu_seconds(), time.monotonic()
+        shares: list[float] = []
+        while time.monotonic() - started < seconds:
+            await asyncio.sleep(0.25)
+            shares += (await fleet.host.ask(ask=True))["used_share"]
+        wall = time.monotonic() - started
+        after = await fleet.host.ask(ask=True)
+        latencies = [value * TIME_FACTOR for value in fleet.latencies()]
+        tally = None if fleet.manager is None else fleet.manager.tally
+        numbers = [replica.version.number for replica in fleet.replicas if replica.version is not None]
+        return {
+            "repack": repack,
+            "tokens_per_second": (after["generated_tokens"] - before["generated_tokens"]) * TOKEN_SCALE / wall / TIME_FACTOR,
+            "kv_use": statistics.fmean(shares),
+            "latency_mean_seconds": statistics.fmean(latencies),
+            "latency_max_seconds": max(latencies),
+            "num_trajectories": len(latencies),
+            "newest_version": max(numbers, default=-1),
+            "preempted": after["preempted"],
+            "engines_cpu_share": (after["cpu_seconds"] - before["cpu_seconds"]) / wall,
+            "engines_lag_seconds": after["lag_seconds"] - before["lag_seconds"],
+            "workers_cpu_share": (cpu_seconds() - cpu_before) / wall,
+            "plan_share": 0.0 if tally is None else tally.plan_seconds / (warm_seconds + wall),
+            "moved": 0 if tally is None else tally.moved_trajectories,
+            "released": 0 if tally is None else tally.released_replicas,
+            "failed_moves": 0 if tally is None else tally.failed_moves,
+        }
+
+
+def plan_milliseconds(num_replicas: int = 1000) -> float:
+    """Median time of one plan for a fleet of random loads."""
+    import random
+
+    draw = random.Random(0)
+    loads = [
+        ReplicaLoad(f"r{i}", WeightVersion(0, 0), int(draw.random() ** 3 * 90_000), 100_000, draw.randint(1, 40), 0, 0, 2000)
+        for i in range(num_replicas)
+    ]
+    idle = {load.replica for load in loads}
+    times = []
+    for _ in range(9):
+        started = time.perf_counter()
+        plan_repack(loads, idle, WeightVersion(0, 1), RepackLimits(0.8, 0.95, 512, 256))
+        times.append((time.perf_counter() - started) * 1000)
+    return statistics.median(times)
+
+
+def compare(arms: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last line: ratios of medians, and whether the bars hold."""
+
+    def median(name: str, repack: bool) -> float:
+        return statistics.median(float(arm[name]) for arm in arms if arm["repack"] is repack)
+
+    ratio = {
+        name: median(name, True) / median(name, False)
+        for name in ("tokens_per_second", "kv_use", "latency_mean_seconds", "latency_max_seconds")
+    }
+    plan_share = median("plan_share", True)
+    holds = (
+        ratio["tokens_per_second"] >= BAR
+        and ratio["kv_use"] > 1
+        and ratio["latency_mean_seconds"] <= 1.03
+        and ratio["latency_max_seconds"] <= 1.03
+        and plan_share < 0.01
+    )
+    return {
+        "name": "repack", "value": round(ratio["tokens_per_second"], 3), "unit": "generated tokens/s, on over off",
+        "bar": BAR, "holds": holds, "kv_use_ratio": round(ratio["kv_use"], 3),
+        "latency_mean_ratio": round(ratio["latency_mean_seconds"], 3),
+        "latency_max_ratio": round(ratio["latency_max_seconds"], 3), "plan_share": plan_share,
+        "plan_1000_replicas_ms": round(plan_milliseconds(), 1), "time_factor": TIME_FACTOR, "token_scale": TOKEN_SCALE,
+        "step_tokens": STEP_TOKENS, "cores": os.cpu_count(), "load": os.getloadavg()[0], "arms": arms,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Does repack pay?")
+    parser.add_argument("--quick", action="store_true", help="one arm each, within 55 s")
+    quick = parser.parse_args().quick
+    order, warm, seconds = ((False, True), 3.0, 15.0) if quick else ((False, True, True, False, False, True), 10.0, 60.0)
+    arms = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        model.mkdir()
+        make_model(model)
+        for repack in order:
+            arm = asyncio.run(measure_arm(model, Path(folder), repack=repack, warm_seconds=warm, seconds=seconds))
+            print({name: round(value, 3) if isinstance(value, float) else value for name, value in arm.items()}, flush=True)
+            arms.append(arm)
+    print(json.dumps(compare(arms)))
+
+
+if __name__ == "__main__":
+    main()
