@@ -42,6 +42,8 @@ class Crew:
         self._workers: dict[int, RoleProcess] = {}
         self._workers_changed = asyncio.Condition()
         self._ranks: list[RoleProcess] = []
+        self._trainer_ended = asyncio.Event()
+        self._trainer_ended.set()
         self._relay: RoleProcess | None = None
         self.restarts: Counter[str] = Counter()
         self.is_stopping = False
@@ -99,6 +101,13 @@ class Crew:
         self.is_stopping = True
         if self._ranks:
             await self._ranks[0].call("stop")
+
+    async def save_and_end(self) -> bool:
+        """`stop_training`, and wait until the trainer's life has ended; whether there was one."""
+        had_trainer = bool(self._ranks)
+        await self.stop_training()
+        await self._trainer_ended.wait()
+        return had_trainer
 
     async def stop(self) -> None:
         """Stop workers and relay in order; what does not obey in time is killed with the rest."""
@@ -170,6 +179,7 @@ class Crew:
 
     async def _run_trainer(self) -> dict[str, Any]:
         self._ranks = [self._process(spec) for spec in trainer_specs(self._config, meeting=secrets.token_hex(8))]
+        self._trainer_ended.clear()
         try:
             async with asyncio.TaskGroup() as group:
                 for rank in self._ranks:
@@ -186,4 +196,5 @@ class Crew:
             for rank in self._ranks:
                 rank.kill()
             self._ranks = []
+            self._trainer_ended.set()
         raise AssertionError("unreachable")
