@@ -40,7 +40,7 @@ class LiveRun:
         self.url = self._wait(lambda: self.folder.read_state().dashboard_url, "the dashboard")
         self._wait(lambda: self.folder.metrics.exists() and self.folder.metrics.read_text().count('"step"') > 4, "steps")
 
-    def _wait(self, condition, name, seconds=150.0):
+    def _wait(self, condition, name, seconds=300.0):
         deadline = time.monotonic() + seconds
         while True:
             try:

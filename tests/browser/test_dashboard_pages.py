@@ -112,7 +112,7 @@ def test_control_without_the_token_changes_nothing_and_says_so(browser, live):
 
 def test_a_killed_replica_turns_red_within_ten_seconds(page, live):
     page.goto(f"{live.url}/#/rollouts")
-    page.wait_for_function("() => document.querySelectorAll('[aria-label="Replicas"] tbody tr').length === 2")
+    page.wait_for_function("() => document.querySelectorAll('[aria-label=Replicas] tbody tr').length === 2")
     live.kill_role("rollout-1")
     row = page.locator("tr.dead", has_text="rollout-1")
     row.wait_for(timeout=10_000)

@@ -78,7 +78,7 @@ def test_every_expression_of_grafana_and_of_the_alert_rules_returns_data(start, 
     run = start(
         "run.max_steps=100000", "dashboard.enabled=true", "dashboard.port=0", "eval.path=", "staleness.max_staleness=2"
     )
-    run.wait_for_step(3)
+    run.wait_for_step(3, seconds=300)
     api = prometheus(run.folder.read_state().dashboard_url.removeprefix("http://"))
     wanted = expressions()
     assert len(wanted) > 40
