@@ -10,6 +10,7 @@ from collections import defaultdict
 
 import pytest
 
+from laminar.dashboard.address import bind
 from laminar.telemetry.timeline import read_timeline
 
 pytestmark = pytest.mark.e2e
@@ -102,3 +103,14 @@ def test_a_run_in_which_nothing_moves_is_diagnosed_saved_and_stopped(start):
     assert (run.folder.checkpoints / f"step_{last}").is_dir() or any(
         str(last) in p.name for p in run.folder.checkpoints.iterdir()
     )
+
+
+@pytest.mark.slow
+def test_a_killed_supervisor_takes_its_dashboard_along_and_frees_the_port(start):
+    run = start("run.max_steps=5000", "dashboard.enabled=true", "dashboard.port=0", "eval.path=")
+    run.wait_for_step(2, seconds=300)
+    port = int(run.folder.read_state().dashboard_url.rpartition(":")[2])
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(10)
+    run.wait_until_gone(30)
+    bind("127.0.0.1", port).close()
