@@ -43,6 +43,8 @@ class Crew:
         self._workers: dict[int, RoleProcess] = {}
         self._workers_changed = asyncio.Condition()
         self._ranks: list[RoleProcess] = []
+        self._trainer_ended = asyncio.Event()
+        self._trainer_ended.set()
         self._master_node = ""
         self._relays = Relays(self._keep, self._process, self._start)
         self._manager: RoleProcess | None = None
@@ -106,6 +108,13 @@ class Crew:
         self.is_stopping = True
         if self._ranks:
             await self._ranks[0].call("stop")
+
+    async def save_and_end(self) -> bool:
+        """`stop_training`, and wait until the trainer's life has ended; whether there was one."""
+        had_trainer = bool(self._ranks)
+        await self.stop_training()
+        await self._trainer_ended.wait()
+        return had_trainer
 
     async def stop(self) -> None:
         """Stop workers and relays in order; what does not obey in time is killed with the rest."""
@@ -184,6 +193,7 @@ class Crew:
     async def _run_trainer(self) -> dict[str, Any]:
         specs = trainer_specs(self._config, secrets.token_hex(8), self._master_node)
         self._ranks = [self._process(spec) for spec in specs]
+        self._trainer_ended.clear()
         try:
             async with asyncio.TaskGroup() as group:
                 for rank in self._ranks:
@@ -205,4 +215,5 @@ class Crew:
             for rank in self._ranks:
                 rank.kill()
             self._ranks = []
+            self._trainer_ended.set()
         raise AssertionError("unreachable")

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Coroutine
 from dataclasses import replace
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from laminar.errors import DeadlineError, EnvironmentSetupError, LaminarError
 
 LOOPBACK = "127.0.0.2"
 """Keeps a local Ray off the network. (Ray replaces 127.0.0.1 by the address of the network card.)"""
+
+LOG_BYTES = 32 * 1024**2
+OLD_LOGS = 2
+"""A role's log is rotated at this size, and so many old ones are kept."""
 
 OBJECT_STORE_BYTES = 80 * 1024**2
 """Ray's smallest object store: no data of ours passes through it."""
@@ -150,12 +155,9 @@ class _RoleActor:
     """Runs inside the placed process: opens the log, imports the role, forwards calls."""
 
     def __init__(self, spec: RoleSpec, context: RoleContext, config: LaminarConfig) -> None:
-        logging.basicConfig(
-            filename=context.run_folder / "logs" / f"{spec.name}.log",
-            level=logging.INFO,
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-            force=True,
-        )
+        log = RotatingFileHandler(context.run_folder / "logs" / f"{spec.name}.log", maxBytes=LOG_BYTES, backupCount=OLD_LOGS)
+        form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(handlers=[log], level=logging.INFO, format=form, force=True)
         keep_freed_memory()
         append_user_modules(config.run.config_directory)
         module, _, name = spec.target.partition(":")

@@ -28,6 +28,7 @@ from laminar.cluster.crew import STOP_SECONDS, Crew
 from laminar.cluster.dashboard_process import DashboardProcess
 from laminar.cluster.data import RunData, load_run_data
 from laminar.cluster.data_keeper import DataKeeper
+from laminar.cluster.diagnosis import diagnose
 from laminar.cluster.evaluation import Evaluations
 from laminar.cluster.hub import with_local_model
 from laminar.cluster.live_settings import LiveSettings
@@ -84,6 +85,7 @@ class Supervisor:
         self._life_lock = life_lock
         self._on_event, self._say = on_event, say
         self._stop = asyncio.Event()
+        self._is_giving_up = False
         self._server: EmbeddedServer | None = None
         self.outcome = Outcome(folder, RunView(config.run.max_steps))
 
@@ -239,12 +241,14 @@ class Supervisor:
         """Training and the evaluations around it; a stop signal cuts it short in order."""
         self._folder.update_state(status="running")
         training = group.create_task(crew.train())
-        progress = group.create_task(self._watch_progress(observer, live))
+        progress = group.create_task(self._watch_progress(crew, observer, live))
         for index in range(self._config.rollout.num_workers):
             evaluation = evaluations.evaluate_start if evaluations.wants_start and index == 0 else None
             background.append(group.create_task(crew.keep_worker(index, evaluation)))
         stopping = group.create_task(self._stop.wait())
         await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if self._is_giving_up:
+            await progress  # raises why
         if not training.done():
             progress.cancel()
             await self._stop_training(crew, training)
@@ -284,7 +288,7 @@ class Supervisor:
             self.outcome.peak_resident_bytes = max(self.outcome.peak_resident_bytes, used)
             await asyncio.sleep(MEMORY_SECONDS)
 
-    async def _watch_progress(self, observer: Observer, live: LiveSettings) -> None:
+    async def _watch_progress(self, crew: Crew, observer: Observer, live: LiveSettings) -> None:
         """End a run in which no step ends for too long, saying who waits for what."""
         limit = self._config.run.no_progress_seconds
         while True:
@@ -292,10 +296,19 @@ class Supervisor:
             if live.is_paused:
                 observer.last_progress = time.monotonic()
             if time.monotonic() - observer.last_progress > limit:
-                waits = observer.view.trainer_wait or "nothing that it named"
-                raise RunFailedError(
-                    f"no step ended for {limit:g} s; the trainer waits for {waits}; the last checkpoint stands"
-                )
+                raise RunFailedError(await self._give_up(crew, observer, limit))
+
+    async def _give_up(self, crew: Crew, observer: Observer, limit: float) -> str:
+        """Write down who waits for what, let the trainer save what it has, and say so."""
+        self._is_giving_up = True
+        waits, saved, where = observer.view.trainer_wait or "nothing that it named", "the last checkpoint stands", ""
+        with contextlib.suppress(OSError):
+            where = f"; see {await diagnose(self._folder, self._redis, self._folder.path.name, observer.view, limit)}"
+        with contextlib.suppress(LaminarError, TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                if await crew.save_and_end():
+                    saved = "a checkpoint was saved"
+        return f"no step ended for {limit:g} s; the trainer waits for {waits}; {saved}{where}"
 
 
 async def cancel_all(tasks: Iterable["asyncio.Task[None]"]) -> None:

@@ -29,6 +29,8 @@ from laminar.types import GroupState
 logger = logging.getLogger("laminar.dashboard")
 
 POLL_SECONDS = 0.5
+RELAYS_SECONDS = 5.0
+"""Between two looks for relays, which go over all keys of the server."""
 KEPT_SECONDS = 900.0
 """Spans that are kept, for the timeline."""
 MAX_SPANS = 4000
@@ -132,6 +134,7 @@ class LiveFeed:
         self.state: RunState = folder.read_state()
         self.is_alive = folder.is_alive()
         self.relays: list[dict[str, Any]] = []
+        self._relays_at = -RELAYS_SECONDS
         self._client: Redis | None = None
         self._url = ""
 
@@ -177,7 +180,8 @@ class LiveFeed:
                 if event.time > known or event.kind not in ("worker", "clock"):
                     self.view.apply(event)
         self.view.snapshot = await self._buffer.peek()
-        self.relays = await self._read_relays(self._client)
+        if time.monotonic() - self._relays_at > RELAYS_SECONDS:
+            self.relays, self._relays_at = await self._read_relays(self._client), time.monotonic()
 
     async def _read_relays(self, client: Redis) -> list[dict[str, Any]]:
         pattern = f"laminar:{self.state.run_id}:directory:relay:*"

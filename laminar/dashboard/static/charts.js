@@ -78,7 +78,7 @@ export function bars({ title, note = "", unit = "" }) {
     const names = el("tr", {}, el("th", { scope: "col" }, unit), rows[0]?.values.map((value) => el("th", { scope: "col" }, value.label)) ?? [], el("th", { scope: "col" }, ""));
     body.replaceChildren(rows.length ? el("table", {}, el("thead", {}, names), el("tbody", {}, rows[0].values.length ? rows.map((row) => el("tr", {},
       el("th", { scope: "row" }, row.label),
-      row.values.map((value) => { const bar = meter(value.count / most, value.colour); return el("td", { class: "num" }, String(value.count), bar); }), el("td", {}, ""))) : [])) : el("p", { class: "soft" }, "Nothing yet."));
+      row.values.map((value) => { const bar = meter(value.count / most, value.colour); return el("td", { class: "num" }, String(value.count), bar); }), el("td", {}, ""))) : [])) : el("p", { class: "soft" }, "None."));
   };
   return { element, set };
 }

@@ -1,0 +1,110 @@
+"""Deployment files: they parse, name settings and metrics that exist, and agree with each other."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from laminar.config.overrides import apply_override
+from laminar.config.schema import place_at
+from laminar.dashboard.prometheus import exported_name
+from laminar.telemetry.registry import METRICS
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+EXPORTER_ONLY = {
+    "laminar_up", "laminar_role_silent_seconds", "laminar_staleness_bound", "laminar_outstanding_groups", "laminar_alerts",
+}  # fmt: skip
+
+
+def documents(name):
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def pod_templates():
+    (job,), (cluster,) = documents("kubernetes/rayjob.yaml"), documents("kubernetes/raycluster.yaml")
+    clusters = {"rayjob": job["spec"]["rayClusterSpec"], "raycluster": cluster["spec"]}
+    return {name: spec["headGroupSpec"]["template"] for name, spec in clusters.items()}
+
+
+@pytest.mark.parametrize("file", ["grafana/laminar.json", "prometheus/alerts.yml"])
+def test_every_metric_that_is_named_is_one_we_export(file):
+    names = set(re.findall(r"\blaminar_[a-z0-9_]+", re.sub(r"uid.*", "", (DEPLOY / file).read_text())))
+    exported = {exported_name(metric, metric.name.replace("*", "x"))[0] for metric in METRICS if "*" not in metric.name}
+    families = [exported_name(metric, metric.name)[0].rstrip("_") for metric in METRICS if "*" in metric.name]
+    unknown = {
+        n for n in names - exported - EXPORTER_ONLY if not any(n.startswith(family.rstrip("_*")) for family in families)
+    }
+    assert unknown == set()
+    assert len(names) > 5
+
+
+def test_panels_have_titles_expressions_and_a_variable_for_the_run():
+    dashboard = json.loads((DEPLOY / "grafana" / "laminar.json").read_text())
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) > 15
+    for panel in dashboard["panels"]:
+        assert panel["title"]
+        assert all('run=~"$run"' in target["expr"] for target in panel["targets"])
+    for upper, panel in enumerate(dashboard["panels"]):
+        for other in dashboard["panels"][:upper]:
+            a, b = panel["gridPos"], other["gridPos"]
+            apart = (
+                a["x"] + a["w"] <= b["x"]
+                or b["x"] + b["w"] <= a["x"]
+                or a["y"] + a["h"] <= b["y"]
+                or b["y"] + b["h"] <= a["y"]
+            )
+            assert apart, (panel["title"], other["title"])
+
+
+def settings_in(text):
+    return re.findall(r"(?<![\w.])((?:run|model|data|experience|dashboard|cluster|eval|relay|rollout)\.[a-z_.]+)=", text)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["docker/compose.yaml", "kubernetes/rayjob.yaml", "kubernetes/raycluster.yaml", "slurm/laminar.sbatch", "README.md"],
+)
+def test_every_setting_that_is_named_exists(file):
+    for name in settings_in((DEPLOY / file).read_text()):
+        assert place_at(tuple(name.split("."))) is not None, name
+        assert apply_override({}, f"{name}=1")[1] is None
+
+
+def test_pods_mount_memory_for_weights_and_every_mount_has_its_volume():
+    for name, template in pod_templates().items():
+        spec = template["spec"]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        for container in spec["containers"]:
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            assert set(mounts.values()) == set(volumes), name
+            assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+            requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+            assert requests["nvidia.com/gpu"] == limits["nvidia.com/gpu"]
+        assert spec["terminationGracePeriodSeconds"] >= 60
+
+
+def test_compose_mounts_files_that_are_there():
+    (compose,) = documents("docker/compose.yaml")
+    for service in compose["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.partition(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / "docker" / source).exists(), source
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:")
+    assert (DEPLOY.parent / compose["services"]["run"]["build"]["dockerfile"]).is_file()
+
+
+@pytest.mark.parametrize("file", ["docker/Dockerfile.cpu", "docker/Dockerfile.gpu"])
+def test_dockerfiles_copy_what_is_there(file):
+    text = (DEPLOY / file).read_text()
+    for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (DEPLOY.parent / source).exists(), source
+
+
+def test_the_slurm_script_is_well_formed():
+    subprocess.run(["bash", "-n", str(DEPLOY / "slurm" / "laminar.sbatch")], check=True)
