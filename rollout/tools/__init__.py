@@ -2,6 +2,7 @@
 
 TOOLS = {
     "calculate": "rollout.tools.calculator:calculate",
+    "python": "rollout.tools.python:Python",
     "search": "rollout.tools.search:Search",
 }
 """Names that `[environment.options] tools` knows."""
