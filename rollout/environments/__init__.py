@@ -2,7 +2,9 @@
 
 ENVIRONMENTS = {
     "agent": "rollout.environments.agent:Agent",
+    "gymnasium": "rollout.environments.gymnasium:Gymnasium",
     "single_turn": "rollout.environments.single_turn:SingleTurn",
+    "textarena": "rollout.environments.textarena:TextArena",
     "tools": "rollout.environments.tools:Tools",
 }
 """Names that `[environment] kind` knows."""

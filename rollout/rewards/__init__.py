@@ -6,6 +6,8 @@ REWARDS = {
     "format": "rollout.rewards.format:Format",
     "math_verify": "rollout.rewards.math_verify:MathVerify",
     "overlong": "rollout.rewards.overlong:Overlong",
+    "reasoning_gym": "rollout.rewards.reasoning_gym:ReasoningGym",
     "regex": "rollout.rewards.regex:RegexMatch",
+    "verl": "rollout.rewards.verl:Verl",
 }
 """Names that `[[rewards]] kind` knows."""
