@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -41,6 +41,7 @@ from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import Puller, open_puller
 from rollout.environments.factory import is_resumable
 from rollout.evaluation import EvaluationResult, evaluate
+from rollout.failures import FailureWindow
 from rollout.journal import Journal
 from rollout.player import Player
 from rollout.recorder import PartialRecorder
@@ -58,8 +59,6 @@ EVENT_WAIT_SECONDS = 5.0
 VERSION_WAIT_SECONDS = 5.0
 ENGINE_CHECK_SECONDS = 0.2
 PROBE_SECONDS = 5.0
-FAILURE_WINDOW = 64
-"""Ended trajectories over which the share of failures is taken."""
 
 
 class RolloutWorker:
@@ -75,7 +74,7 @@ class RolloutWorker:
         self._evaluations_open = 0
         self._may_swap = asyncio.Event()
         self._may_swap.set()
-        self._ended: deque[Trajectory] = deque(maxlen=FAILURE_WINDOW)
+        self._last_outcomes = FailureWindow(config.rollout.max_failure_ratio)
         self._failures: Counter[str] = Counter()
         self._num_ended = 0
         self._num_aborted = 0
@@ -246,13 +245,9 @@ class RolloutWorker:
     def _count(self, trajectory: Trajectory) -> None:
         """Count an outcome; stop when nearly all of the last ones failed for good."""
         self._num_ended += 1
-        self._ended.append(trajectory)
-        failed = [t.failure for t in self._ended if t.failure is not None]
-        if len(self._ended) >= FAILURE_WINDOW // 4 and len(failed) > self._rollout.max_failure_ratio * len(self._ended):
-            raise RunFailedError(
-                f"{len(failed)} of the last {len(self._ended)} trajectories failed; the first: "
-                f"{failed[0].kind}: {failed[0].text}"
-            )
+        self._last_outcomes.note(trajectory.failure)
+        if excess := self._last_outcomes.excess():
+            raise RunFailedError(excess)
 
     async def _follow_weights(self) -> None:
         """Keep the engine on the newest complete version.
@@ -329,6 +324,8 @@ class RolloutWorker:
         """Say how the replica is doing."""
         while True:
             await self._telemetry.emit("worker", await self._measure())
+            if alarm := self._last_outcomes.alarm():
+                await self._telemetry.emit("notice", fields={"text": alarm})
             await asyncio.sleep(REPORT_SECONDS)
 
     async def _measure(self) -> dict[str, float]:
