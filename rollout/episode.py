@@ -6,11 +6,9 @@ environment is closed.
 This module does not know leases, weights, sibling episodes, or how an engine is reached.
 """
 
-import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,11 +20,11 @@ from laminar.types import (
     Prompt,
     Purpose,
     SamplingParameters,
-    Timings,
     Trajectory,
     trajectory_id,
 )
 from rollout.boundary import EpisodeError, guard
+from rollout.clock import EpisodeClock
 from rollout.environments.base import Environment, Observation, StepResult
 from rollout.environments.factory import EnvironmentFactory
 from rollout.generation import Generator
@@ -94,7 +92,7 @@ async def play_episode(
         trajectory_id=identity,
         sampler=TurnSampler(engine, tokenizer, sampling, journal, max_tokens),
         scorer=scorer,
-        clock=_Clock(wall_seconds),
+        clock=EpisodeClock(wall_seconds),
         transcript=transcript,
         showing=Showing(tokenizer, transcript, max_tokens, strict_template),
         max_turns=max_turns,
@@ -120,57 +118,13 @@ async def play_episode(
     )
 
 
-class _Clock:
-    """The wall budget of an episode, and what its time goes into."""
-
-    def __init__(self, wall_seconds: float) -> None:
-        self.wall_seconds = wall_seconds
-        self._started_at = time.time()
-        self._start = time.monotonic()
-        self._spent = {"generate": 0.0, "environment": 0.0, "reward": 0.0}
-
-    @property
-    def remaining_seconds(self) -> float:
-        return max(0.0, self._start + self.wall_seconds - time.monotonic())
-
-    @contextmanager
-    def book(self, area: str) -> Iterator[None]:
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            self._spent[area] += time.monotonic() - begin
-
-    @asynccontextmanager
-    async def bound(self, area: str) -> AsyncIterator[None]:
-        """Book the time, and end what runs inside when the budget is used up."""
-        with self.book(area):
-            try:
-                async with asyncio.timeout(self.remaining_seconds) as scope:
-                    yield
-            except TimeoutError as error:
-                if not scope.expired():
-                    raise
-                text = f"environment.wall_seconds = {self.wall_seconds:g} ran out (in: {area}); raise it, or ask for less"
-                raise EpisodeError(FailureKind.TIMEOUT, text) from error
-
-    def timings(self) -> Timings:
-        return Timings(
-            started_at=self._started_at,
-            generate_seconds=self._spent["generate"],
-            environment_seconds=self._spent["environment"],
-            reward_seconds=self._spent["reward"],
-            total_seconds=time.monotonic() - self._start,
-        )
-
-
 @dataclass(slots=True)
 class _Episode:
     prompt: Prompt
     trajectory_id: str
     sampler: TurnSampler
     scorer: RewardScorer
-    clock: _Clock
+    clock: EpisodeClock
     transcript: Transcript
     showing: Showing
     max_turns: int | None = None

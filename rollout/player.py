@@ -6,6 +6,7 @@ It knows the config, not groups' leases, weights or engines' processes.
 from laminar.config.root import LaminarConfig
 from laminar.config.sizes import longest_row_tokens
 from laminar.types import ClaimedGroup, Purpose, SamplingParameters, Trajectory
+from rollout.agents import build_agent_player
 from rollout.environments.factory import build_environment_factory
 from rollout.episode import play_episode
 from rollout.generation import Generator
@@ -24,8 +25,11 @@ class Player:
     def __init__(self, config: LaminarConfig, worker: str) -> None:
         self._config, self._worker = config, worker
         self.tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-        self._make_environment = build_environment_factory(config.environment)
         self._scorer = build_scorer(config.rewards)
+        self._agent = (
+            build_agent_player(config, self.tokenizer, self._scorer) if config.environment.kind == "agent" else None
+        )
+        self._make_environment = None if self._agent else build_environment_factory(config.environment)
 
     async def play(
         self,
@@ -37,6 +41,12 @@ class Player:
         journal: Journal | None = None,
     ) -> Trajectory:
         """Play one member to a reward or a failure; see `play_episode`."""
+        sampling, run_seed = sampling_for(self._config, purpose), self._config.run.seed
+        if self._make_environment is None:
+            assert self._agent is not None
+            return await self._agent.play(
+                engine, group, member, attempt, sampling=sampling, run_seed=run_seed, purpose=purpose, worker=self._worker
+            )
         return await play_episode(
             group=group,
             member=member,
@@ -45,8 +55,8 @@ class Player:
             make_environment=self._make_environment,
             scorer=self._scorer,
             tokenizer=self.tokenizer,
-            sampling=sampling_for(self._config, purpose),
-            run_seed=self._config.run.seed,
+            sampling=sampling,
+            run_seed=run_seed,
             wall_seconds=self._config.environment.wall_seconds,
             max_turns=self._config.environment.max_turns,
             max_tokens=longest_row_tokens(self._config),

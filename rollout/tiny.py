@@ -9,8 +9,9 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from laminar.types import Prompt
 
@@ -79,7 +80,7 @@ def _make_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def write_jsonl(file: Path, rows: Sequence[dict[str, str]]) -> None:
+def write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One JSON object a line."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 

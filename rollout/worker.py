@@ -344,6 +344,8 @@ class RolloutWorker:
             states, spans = self._replica.clock.take()
             metrics = self._measure(load) | self._counts.split_generating(states, load)
             await self._telemetry.emit("worker", metrics, fields={"spans": spans})
+            if alarm := self._counts.alarm():
+                await self._telemetry.emit("notice", fields={"text": alarm})
             await asyncio.sleep(REPORT_SECONDS)
 
     async def _load(self) -> EngineLoad | None:

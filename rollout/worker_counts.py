@@ -5,7 +5,7 @@ It does not know how groups are played or engines are kept alive.
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,14 +13,13 @@ from laminar.config.rollout import RolloutConfig
 from laminar.errors import RunFailedError
 from laminar.types import FailureKind, Trajectory
 from rollout.engines.wire import EngineLoad
+from rollout.failures import FailureWindow
 from rollout.journal import Journal
 from rollout.replica import Replica
 
 logger = logging.getLogger("laminar.rollout.worker")
 
 DECODE, PREFILL = "time/state_decode_seconds", "time/state_prefill_seconds"
-FAILURE_WINDOW = 64
-"""Ended trajectories over which the share of failures is taken."""
 
 
 class WorkerCounts:
@@ -32,8 +31,8 @@ class WorkerCounts:
     """
 
     def __init__(self, rollout: RolloutConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rollout, self._clock = rollout, clock
-        self._ended: deque[Trajectory] = deque(maxlen=FAILURE_WINDOW)
+        self._clock = clock
+        self._last_outcomes = FailureWindow(rollout.max_failure_ratio)
         self._failures: Counter[str] = Counter()
         self._num_ended = self._resumed_tokens = 0
         self._full_since: float | None = None
@@ -72,13 +71,13 @@ class WorkerCounts:
             RunFailedError: nearly all of the last ones failed for good.
         """
         self._num_ended += 1
-        self._ended.append(trajectory)
-        failed = [t.failure for t in self._ended if t.failure is not None]
-        if len(self._ended) >= FAILURE_WINDOW // 4 and len(failed) > self._rollout.max_failure_ratio * len(self._ended):
-            raise RunFailedError(
-                f"{len(failed)} of the last {len(self._ended)} trajectories failed; the first: "
-                f"{failed[0].kind}: {failed[0].text}"
-            )
+        self._last_outcomes.note(trajectory.failure)
+        if excess := self._last_outcomes.excess():
+            raise RunFailedError(excess)
+
+    def alarm(self) -> str:
+        """News that many of the last trajectories failed for one reason; empty if there are none."""
+        return self._last_outcomes.alarm()
 
     def engine_died(self) -> None:
         """Keep the dead engine's tokens in the sum."""

@@ -68,7 +68,8 @@ def _fault_in(find: Any, kind: str, table: Mapping[str, str], where: str) -> Ite
 
 
 def _reward_faults(config: LaminarConfig) -> Iterator[str]:
-    if not config.rewards and config.environment.kind in load_attribute(ENVIRONMENTS):
+    table, kind = load_attribute(ENVIRONMENTS), config.environment.kind
+    if not config.rewards and kind in table and not getattr(load_attribute(table[kind]), "gives_reward", False):
         yield f"`rewards` is empty: `{config.environment.kind}` gives no reward of its own; add a [[rewards]] table"
     names = [reward.name or reward.kind for reward in config.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):

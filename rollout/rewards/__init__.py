@@ -1,7 +1,13 @@
 """Rewards: what an answer is worth. To add one, see rollout/README.md."""
 
 REWARDS = {
+    "code_tests": "rollout.rewards.code_tests:CodeTests",
     "exact_match": "rollout.rewards.exact_match:ExactMatch",
+    "format": "rollout.rewards.format:Format",
+    "math_verify": "rollout.rewards.math_verify:MathVerify",
+    "overlong": "rollout.rewards.overlong:Overlong",
+    "reasoning_gym": "rollout.rewards.reasoning_gym:ReasoningGym",
     "regex": "rollout.rewards.regex:RegexMatch",
+    "verl": "rollout.rewards.verl:Verl",
 }
 """Names that `[[rewards]] kind` knows."""

@@ -22,6 +22,9 @@ from rollout.boundary import DaemonThreads, EpisodeError, guard
 from rollout.rewards import REWARDS
 from rollout.rewards.base import RewardContext
 
+_MAX_THREADS = 32
+"""Calls of one plain `score` at once, unless the judge has an attribute `max_running`; further ones wait, off the clock."""
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -142,6 +145,7 @@ def _build_term(config: RewardConfig, index: int) -> Term:
         weight=config.weight,
         timeout_seconds=config.timeout_seconds,
         failure_kind=FailureKind.USER_BUG if ":" in config.kind else FailureKind.VERIFIER,
+        threads=DaemonThreads(max_running=getattr(judge, "max_running", _MAX_THREADS)),
     )
 
 

@@ -2,6 +2,8 @@
 
 TOOLS = {
     "calculate": "rollout.tools.calculator:calculate",
+    "mcp": "rollout.tools.mcp:Mcp",
+    "python": "rollout.tools.python:Python",
     "search": "rollout.tools.search:Search",
 }
 """Names that `[environment.options] tools` knows."""

@@ -9,6 +9,8 @@ import pytest
 import rollout
 from laminar.config.system import EnvironmentConfig, RewardConfig
 from laminar.types import ClaimedGroup, Prompt, SamplingParameters
+from rollout.agents import AgentPlayer
+from rollout.environments.agent import Agent
 from rollout.environments.factory import build_environment_factory
 from rollout.episode import play_episode
 from rollout.rewards.scorer import build_scorer
@@ -75,6 +77,26 @@ async def test_tools_example_plays_as_it_says(examples, city, told):
     text = "".join(map(chr, trajectory.chains[0].token_ids()))
     assert f"\ntool: {told}\nassistant: 17" in text
     assert trajectory.reward == 1.0
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("17", 1.0), ("18", 0.0)])
+async def test_the_agent_in_ten_lines_is_trained_as_written(examples, answer, reward):
+    (code,) = [block for block in blocks("python") if "AsyncOpenAI" in block]
+    assert len([line for line in code.splitlines() if line.strip() and not line.startswith(("#", "from"))]) <= 10
+    options = Agent.Options(**examples["agent"]["options"])
+    player = AgentPlayer(options, CodePointTokenizer(), build_scorer([]), wall_seconds=30)
+    trajectory = await player.play(
+        ScriptedEngine(["It is 17.", answer]),
+        ClaimedGroup("00000000", 0, Prompt("p", "8 + 9 =", {"answer": "17"}), (0,), 0),
+        0,
+        0,
+        sampling=SamplingParameters(1.0, 200, 0),
+        run_seed=0,
+    )
+    await player.gateway.close()
+    assert (trajectory.reward, trajectory.failure) == (reward, None)
+    (chain,) = trajectory.chains
+    assert "".join(map(chr, chain.token_ids()[chain.mask()])) == "It is 17." + answer
 
 
 def test_readme_lists_every_module():

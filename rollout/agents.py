@@ -1,0 +1,238 @@
+"""An episode that the user's own agent plays: it calls the gateway as any model, and its calls are the trajectory.
+
+Invariants as in `rollout.episode`: whatever goes wrong in the agent is a failure with its kind, in bounded time, and no
+process of it is left. An agent that stops because a budget was used up is judged as it stands.
+It does not know HTTP, leases or weights.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from laminar.config.root import LaminarConfig
+from laminar.config.sizes import longest_row_tokens
+from laminar.plugins import load_attribute, validate_options
+from laminar.seeds import trajectory_seed
+from laminar.types import (
+    ClaimedGroup,
+    FailureKind,
+    FinishReason,
+    Prompt,
+    Purpose,
+    SamplingParameters,
+    Trajectory,
+    trajectory_id,
+)
+from rollout.boundary import DaemonThreads, EpisodeError, guard
+from rollout.chat_api import MODEL
+from rollout.clock import EpisodeClock
+from rollout.conversations import Conversations
+from rollout.environments.agent import Agent
+from rollout.gateway import Gateway, Session
+from rollout.generation import Generator
+from rollout.rewards.base import RewardContext
+from rollout.rewards.scorer import RewardScorer, Score, finite_number
+from rollout.tokens import Tokenizer
+from rollout.tools.calls import PARSERS
+
+_ERROR_BYTES = 2000
+"""How much of a failed program's last words is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an agent is given.
+
+    Attributes:
+        prompt: the task; the data row's other columns are in `fields`.
+        base_url: of an OpenAI client; an Anthropic client takes it without `/v1`.
+        api_key: ties calls to this trajectory.
+        model: what to name as the model.
+    """
+
+    prompt: Prompt
+    base_url: str
+    api_key: str
+    model: str = MODEL
+
+
+@dataclass(slots=True)
+class AgentPlayer:
+    """Plays trajectories with one agent.
+
+    Attributes:
+        options: which agent.
+        tokenizer, scorer: as for other episodes; without rewards the agent must give one.
+        max_turns, max_tokens, strict_template, wall_seconds: budgets and strictness, as for other episodes.
+        gateway: where agents call.
+    """
+
+    options: Agent.Options
+    tokenizer: Tokenizer
+    scorer: RewardScorer
+    wall_seconds: float
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    strict_template: bool = False
+    gateway: Gateway = field(default_factory=Gateway)
+    _threads: DaemonThreads = field(default_factory=DaemonThreads)
+
+    async def play(
+        self,
+        engine: Generator,
+        group: ClaimedGroup,
+        member: int,
+        attempt: int,
+        *,
+        sampling: SamplingParameters,
+        run_seed: int,
+        purpose: Purpose = Purpose.TRAIN,
+        worker: str = "",
+    ) -> Trajectory:
+        """Let the agent play one member of a group to a reward or a failure; arguments as of `play_episode`."""
+        await self.gateway.start()
+        identity = trajectory_id(group.group_id, member)
+        sampling = replace(sampling, seed=trajectory_seed(run_seed, identity, attempt))
+        calls = Conversations(engine, self.tokenizer, sampling, self.max_turns, self.max_tokens, self.strict_template)
+        session = Session(calls, PARSERS[self.options.call_format], EpisodeClock(self.wall_seconds))
+        score, reason = await self._run(session, group.prompt, identity)
+        return Trajectory(
+            trajectory_id=identity,
+            group_id=group.group_id,
+            prompt_id=group.prompt.prompt_id,
+            member=member,
+            attempt=attempt,
+            purpose=purpose,
+            sampling=sampling,
+            chains=calls.chains(),
+            finish_reason=reason,
+            reward=score.reward,
+            reward_terms=dict(score.terms),
+            failure=score.failure,
+            turns=calls.turns(),
+            timings=session.clock.timings(),
+            worker=worker,
+            counts={name: count for name, count in calls.counts.items() if count},
+        )
+
+    async def _run(self, session: Session, prompt: Prompt, identity: str) -> tuple[Score, FinishReason | None]:
+        """The boundary where an agent's episode ends: a score or a failure, and why it ended."""
+        calls = session.conversations
+        try:
+            with self.gateway.open(session) as key:
+                await self._finish(session, Task(prompt, f"{self.gateway.url}/v1", key))
+            turns = calls.turns()
+            if not turns:
+                raise EpisodeError(FailureKind.USER_BUG, "the agent ended without a call, so there is nothing to train")
+            return await self._judge(session, prompt, identity), calls.spent or turns[-1].finish_reason
+        except EpisodeError as error:
+            timed_out = error.failure.kind is FailureKind.TIMEOUT
+            return Score(None, failure=error.failure), FinishReason.WALL_TIME if timed_out else None
+
+    async def _finish(self, session: Session, task: Task) -> None:
+        """Run the agent to its end; what it returns counts as posted."""
+        run = self._command if self.options.command else self._function
+        try:
+            with session.clock.book("environment"):
+                value = await guard(
+                    lambda: run(task),
+                    what="the agent",
+                    kind=FailureKind.ENVIRONMENT,
+                    seconds=session.clock.remaining_seconds,
+                    timeout_kind=FailureKind.TIMEOUT,
+                    limit="environment.wall_seconds",
+                )
+        except EpisodeError as error:
+            if session.failure is not None:
+                raise session.failure from error  # an agent that fails because its calls do is not to blame
+            if session.conversations.spent is None or error.failure.kind is FailureKind.TIMEOUT:
+                raise
+            value = None
+        if session.failure is not None:
+            raise session.failure
+        terms = value if isinstance(value, Mapping) else {} if value is None else {"agent": value}
+        session.rewards |= {str(name): finite_number(number, "the agent") for name, number in terms.items()}
+
+    async def _function(self, task: Task) -> Any:
+        function: Callable[[Task], Any] = load_attribute(self.options.run, "environment.options.run")
+        if inspect.iscoroutinefunction(function):
+            return await function(task)
+        async with self._threads.places:
+            return await self._threads.run(function, task)
+
+    async def _command(self, task: Task) -> None:
+        """Run the program in a session of its own, which is killed as a whole."""
+        root = task.base_url.removesuffix("/v1")
+        keys = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
+        keys |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": task.api_key}
+        process = await asyncio.create_subprocess_exec(
+            *self.options.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **keys},
+            start_new_session=True,
+        )
+        try:
+            _, errors = await process.communicate(_as_json(task.prompt))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            last = errors[-_ERROR_BYTES:].decode("utf-8", "replace").strip().splitlines()
+            text = f"the program ended with status {process.returncode}: {last[-1] if last else 'it said nothing'}"
+            raise EpisodeError(FailureKind.ENVIRONMENT, text)
+
+    async def _judge(self, session: Session, prompt: Prompt, identity: str) -> Score:
+        """The agent's terms, each of weight 1, and the configured ones."""
+        calls, turns = session.conversations, session.conversations.turns()
+        context = RewardContext(
+            trajectory_id=identity,
+            prompt=prompt,
+            completion=calls.texts[-1],
+            turns=tuple(calls.texts),
+            num_prompt_tokens=turns[0].start,
+            num_completion_tokens=calls.num_sampled_tokens,
+            finish_reason=turns[-1].finish_reason,
+        )
+        async with session.clock.bound("reward"):
+            score = await self.scorer.score(context)
+        if score.reward is None:
+            return score
+        if twice := session.rewards.keys() & score.terms.keys():
+            raise EpisodeError(FailureKind.USER_BUG, f"agent and rewards both name a term {min(twice)!r}; rename one")
+        if not (session.rewards or score.terms):
+            raise EpisodeError(FailureKind.USER_BUG, "neither the agent nor [[rewards]] gave a reward; return or post one")
+        return Score(score.reward + sum(session.rewards.values()), {**score.terms, **session.rewards})
+
+
+def build_agent_player(config: LaminarConfig, tokenizer: Tokenizer, scorer: RewardScorer) -> AgentPlayer:
+    """The player that environment `agent` asks for.
+
+    Raises:
+        ConfigError: its options are wrong.
+    """
+    environment = config.environment
+    options = validate_options(Agent, environment.options, "environment.options")
+    assert isinstance(options, Agent.Options)
+    return AgentPlayer(
+        options,
+        tokenizer,
+        scorer,
+        wall_seconds=environment.wall_seconds,
+        max_turns=environment.max_turns,
+        max_tokens=longest_row_tokens(config),
+        strict_template=environment.strict_template,
+    )
+
+
+def _as_json(prompt: Prompt) -> bytes:
+    content = prompt.content
+    messages = content if isinstance(content, str) else [{"role": m.role, "content": m.content} for m in content]
+    return json.dumps({"prompt_id": prompt.prompt_id, "prompt": messages, **prompt.fields}).encode()

@@ -1,0 +1,246 @@
+"""What an agent's calls come to as tokens: every call continues a line that has the same history, or begins a new one.
+
+An agent sends whole histories. A history that a line has already, reply included, is continued by what is new, so that
+sampled ids stay (case D09). Any other, be it branched, shortened or rewritten, begins a line of its own, whose history is
+given text and never trained. So every sampled token is trained once, in the context in which it was sampled.
+
+Calls are answered one after the other, so that budgets hold and noise repeats; each line has noise of its own.
+It does not know HTTP, agents or rewards.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from laminar.errors import ConfigError
+from laminar.types import Chain, FinishReason, Int32Array, SamplingParameters, Turn
+from rollout.dialogue import Dialogue, Fit
+from rollout.generation import Generator
+from rollout.showing import COUNTED
+from rollout.tokens import ChatMessage, Tokenizer
+from rollout.transcript import Transcript
+from rollout.turn import TurnSampler
+
+
+class BadCallError(Exception):
+    """A call that cannot be answered as it is; the text is for the agent."""
+
+
+class SpentError(Exception):
+    """A budget of the trajectory is used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A sampled turn.
+
+    Attributes:
+        text: without end marker.
+        finish_reason: why it ended.
+        token_ids: (T,) int32, as sampled.
+        logprobs: one for each id.
+        num_prompt_tokens: tokens of the context.
+    """
+
+    text: str
+    finish_reason: FinishReason
+    token_ids: Int32Array
+    logprobs: tuple[float, ...]
+    num_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class _Line:
+    """One append-only conversation; `history` is what an agent must send to continue it, None if it cannot be."""
+
+    transcript: Transcript = field(default_factory=Transcript)
+    dialogue: Dialogue | None = None
+    history: tuple[str, ...] | None = None
+
+
+@dataclass(slots=True)
+class Conversations:
+    """All calls of one trajectory.
+
+    Attributes:
+        engine, tokenizer: what draws tokens, and what makes text of them.
+        sampling: how tokens are drawn; `max_new_tokens` is the budget of all calls together.
+        max_turns, max_tokens: budgets of the trajectory; None: not limited.
+        strict: a chat template that drifts or rewrites is refused.
+        counts: how often something noteworthy happened.
+    """
+
+    engine: Generator
+    tokenizer: Tokenizer
+    sampling: SamplingParameters
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    strict: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
+    texts: list[str] = field(default_factory=list)
+    spent: FinishReason | None = None
+    _lines: list[_Line] = field(default_factory=list)
+    _order: list[tuple[int, int]] = field(default_factory=list)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """Answer a chat.
+
+        Raises:
+            BadCallError: the template refuses the messages.
+            SpentError: a budget is used up.
+            EpisodeError: the engine failed.
+        """
+        async with self._turn:
+            return await self._chat(messages, tools, max_new_tokens, stop)
+
+    async def _chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        max_new_tokens: int | None,
+        stop: Sequence[str],
+    ) -> Reply:
+        history = (_key({"tools": list(tools)}), *map(_message_key, messages))
+        line, known = self._find(history)
+        try:
+            if line.dialogue is None:
+                line.dialogue = Dialogue(self.tokenizer, messages, tools)
+                new, in_new_chain = line.dialogue.first_token_ids(), False
+            else:
+                shown = line.dialogue.go_on(line.transcript.turn_token_ids(), list(messages)[known - 1 :])
+                new, in_new_chain = shown.token_ids, shown.fit is Fit.REWRITTEN
+                self._note(shown.fit)
+        except ConfigError as error:
+            raise BadCallError(str(error)) from error
+        reply = await self._sample(line, new, in_new_chain, max_new_tokens, stop)
+        line.history = (*history, _key({"role": "assistant", "text": reply.text}))
+        return reply
+
+    async def complete(self, prompt: str, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
+        """Continue raw text. Raises as `chat`."""
+        async with self._turn:
+            return await self._complete(prompt, max_new_tokens, stop)
+
+    async def _complete(self, prompt: str, max_new_tokens: int | None, stop: Sequence[str]) -> Reply:
+        line = next(
+            (line for line in self._lines if line.dialogue is None and line.history and prompt.startswith(line.history[0])),
+            None,
+        )
+        known = "" if line is None or line.history is None else line.history[0]
+        if line is None:
+            line = self._add_line()
+        new = self.tokenizer.encode_observation(prompt[len(known) :]) if known else self.tokenizer.encode(prompt)
+        if not line.transcript.num_tokens and not len(new):
+            raise BadCallError("the prompt is empty; the policy needs a token to go on from")
+        line.history = None
+        reply = await self._sample(line, new, False, max_new_tokens, stop)
+        line.history = (prompt + reply.text,)
+        return reply
+
+    def chains(self) -> tuple[Chain, ...]:
+        """All chains, those of one line together."""
+        return tuple(chain for line in self._lines for chain in line.transcript.chains())
+
+    def turns(self) -> tuple[Turn, ...]:
+        """All turns in the order in which they ended, with their place in `chains`."""
+        first, firsts = 0, []
+        for line in self._lines:
+            firsts.append(first)
+            first += len(line.transcript.chains())
+        turns = [(firsts[line], self._lines[line].transcript.turns[turn]) for line, turn in self._order]
+        return tuple(replace(turn, chain=first + turn.chain) for first, turn in turns)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy drew."""
+        return sum(line.transcript.num_sampled_tokens for line in self._lines)
+
+    def _find(self, history: tuple[str, ...]) -> tuple[_Line, int]:
+        """The line with the longest part of this history, and how long it is; a new line if there is none."""
+        known = 0
+        found: _Line | None = None
+        for line in self._lines:
+            if line.history and known < len(line.history) <= len(history) and _same(line.history, history):
+                found, known = line, len(line.history)
+        if found is None:
+            return self._add_line(), 0
+        found.history = None
+        return found, known
+
+    def _add_line(self) -> _Line:
+        if self._lines:
+            self.counts["branched_contexts"] += 1
+        self._lines.append(_Line())
+        return self._lines[-1]
+
+    def _note(self, fit: Fit) -> None:
+        if fit is not Fit.APPENDED:
+            self.counts[COUNTED[fit]] += 1
+            if self.strict:
+                raise BadCallError(f"the chat template has {fit} what was sampled, and environment.strict_template is true")
+
+    async def _sample(
+        self, line: _Line, new: Int32Array, in_new_chain: bool, max_new_tokens: int | None, stop: Sequence[str]
+    ) -> Reply:
+        room = self._room(len(new), max_new_tokens)
+        transcript = line.transcript
+        if in_new_chain:
+            transcript.begin_chain()
+        transcript.add_given(new)
+        num_prompt_tokens = len(transcript.token_ids())
+        sampling = replace(
+            self.sampling,
+            seed=(self.sampling.seed + self._lines.index(line)) % 2**63,
+            max_new_tokens=transcript.num_sampled_tokens + room,
+            stop=(*self.sampling.stop, *stop),
+        )
+        reason = await TurnSampler(self.engine, self.tokenizer, sampling).sample(transcript)
+        ids = transcript.turn_token_ids()
+        logprobs = tuple(x for s in transcript.turn_segments() if s.logprobs is not None for x in s.logprobs.tolist())
+        transcript.end_turn(reason)
+        self._order.append((self._lines.index(line), len(transcript.turns) - 1))
+        self.texts.append(self.tokenizer.decode(ids))
+        return Reply(self.texts[-1], reason, ids, logprobs, num_prompt_tokens)
+
+    def _room(self, num_new: int, wanted: int | None) -> int:
+        """Tokens that this call may sample.
+
+        Raises:
+            SpentError: none.
+        """
+        room = self.sampling.max_new_tokens - self.num_sampled_tokens
+        if self.max_tokens is not None:
+            room = min(room, self.max_tokens - num_new - sum(line.transcript.num_tokens for line in self._lines))
+        if self.max_turns is not None and len(self._order) >= self.max_turns:
+            self.spent = FinishReason.MAX_TURNS
+        elif room < 1:
+            self.spent = FinishReason.MAX_TOKENS
+        if self.spent is not None:
+            raise SpentError(f"the trajectory's budget is used up ({self.spent})")
+        return room if wanted is None else min(room, wanted)
+
+
+def _same(known: tuple[str, ...], history: tuple[str, ...]) -> bool:
+    return history[: len(known)] == known
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _message_key(message: ChatMessage) -> str:
+    """What counts for a message to be the same as before; of a reply it is the text, however it was taken apart."""
+    if message["role"] == "assistant":
+        return _key({"role": "assistant", "text": message["content"]})
+    return _key(dict(message))

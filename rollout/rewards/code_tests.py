@@ -1,0 +1,88 @@
+"""Reward `code_tests`: the share of tests that the answer's program passes, each run in the sandbox.
+
+A program that crashes, loops or is stopped at a limit has failed its test; a sandbox that cannot be built is a failure of
+the verifier.
+"""
+
+import asyncio
+import re
+from typing import Any
+
+from pydantic import Field
+
+from laminar.config.section import Section
+from laminar.types import FailureKind, Prompt
+from rollout.boundary import EpisodeError
+from rollout.rewards.base import RewardContext
+from rollout.sandbox.run import Limits, python_program, run
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+class CodeTests:
+    """Runs Python programs."""
+
+    class Options(Section):
+        """Settings of `code_tests`."""
+
+        tests_field: str = "tests"
+        """Data column with a list of tests: `{"input": stdin, "output": stdout}`, or `{"code": asserts}` run behind it."""
+        all_or_nothing: bool = True
+        """1 if all tests pass, else 0; false: the share of those that pass."""
+        num_parallel: int = Field(2, ge=1)
+        """Programs that one worker runs at once."""
+        limits: Limits = Limits()
+        """What one program may use."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._places = asyncio.Semaphore(options.num_parallel)
+
+    def check_prompt(self, prompt: Prompt) -> str | None:
+        """What keeps this prompt from being judged."""
+        tests = prompt.fields.get(self._options.tests_field)
+        if isinstance(tests, list) and tests and all(_is_test(test) for test in tests):
+            return None
+        return (
+            f"prompt {prompt.prompt_id}: column {self._options.tests_field!r} is {tests!r:.80}; give a list of "
+            '{"input": text, "output": text} or {"code": text}'
+        )
+
+    async def score(self, context: RewardContext) -> float:
+        """Between 0.0 and 1.0."""
+        if problem := self.check_prompt(context.prompt):
+            raise EpisodeError(FailureKind.USER_BUG, problem)
+        code, tests = extract_code(context.completion), context.prompt.fields[self._options.tests_field]
+        passed = 0
+        for test in tests:
+            is_passed = await self._passes(code, test)
+            passed += is_passed
+            if self._options.all_or_nothing and not is_passed:
+                return 0.0
+        return passed / len(tests)
+
+    async def _passes(self, code: str, test: dict[str, str]) -> bool:
+        program = python_program(f"{code}\n{test.get('code', '')}\n", stdin=test.get("input", ""))
+        async with self._places:
+            try:
+                outcome = await run(program, self._options.limits)
+            except EpisodeError as error:
+                raise EpisodeError(FailureKind.VERIFIER, error.failure.text) from error
+        return outcome.is_success and ("output" not in test or _lines(outcome.output) == _lines(test["output"]))
+
+
+def extract_code(completion: str) -> str:
+    """The last block of Python in the answer; the whole answer if it has none."""
+    blocks = _BLOCK.findall(completion)
+    return blocks[-1] if blocks else completion
+
+
+def _is_test(test: Any) -> bool:
+    if not isinstance(test, dict) or not all(isinstance(value, str) for value in test.values()):
+        return False
+    return "code" in test or "output" in test
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without blanks at their ends, as judges of programming contests compare."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,1 @@
+"""Run programs that nobody trusts: see `rollout.sandbox.run`."""

@@ -1,0 +1,78 @@
+"""What runs in the sandbox: tool `python` and reward `code_tests`."""
+
+import pytest
+
+from laminar.types import FailureKind, Prompt
+from rollout.boundary import EpisodeError
+from rollout.rewards.base import RewardContext
+from rollout.rewards.code_tests import CodeTests, extract_code
+from rollout.sandbox import run as sandbox
+from rollout.sandbox.run import Limits
+from rollout.tools.python import Python
+
+EASY = Limits(isolation="if_available", wall_seconds=60.0, cpu_seconds=20.0)
+
+
+def judge(**options):
+    return CodeTests(CodeTests.Options(limits=EASY, **options))
+
+
+def context(code, tests):
+    return RewardContext("t", Prompt("p", "?", {"tests": tests}), f"My program:\n```python\n{code}\n```\nIt works.")
+
+
+ECHO = [{"input": "2 3", "output": "5\n"}, {"input": "1 1", "output": "2"}]
+
+
+async def test_a_program_that_passes_all_tests_is_right_and_a_share_counts_where_asked_for():
+    half = context("print(5)  ", ECHO)
+    assert await judge(all_or_nothing=False).score(half) == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "tests", "score"),
+    [
+        ("print(sum(map(int, input().split())))", ECHO, 1.0),
+        ("print(5)", ECHO, 0.0),
+        ("def f(x): return x + 1", [{"code": "assert f(1) == 2"}], 1.0),
+        ("def f(x): return x", [{"code": "assert f(1) == 2"}], 0.0),
+        ("import sys; sys.exit(0)", [{"code": "assert False"}, {"output": "never"}], 0.0),
+    ],
+)
+async def test_programs_are_judged_by_their_output_or_by_asserts(code, tests, score):
+    assert await judge().score(context(code, tests)) == score
+
+
+def test_the_last_block_is_the_program_or_else_the_whole_answer():
+    assert extract_code("```python\na\n```\n```\nb\n```") == "b\n"
+    assert extract_code("print(1)") == "print(1)"
+
+
+@pytest.mark.parametrize("tests", [None, [], "x", [{"input": "1"}], [{"output": 1}]])
+def test_a_prompt_without_tests_is_refused_at_start(tests):
+    assert "column 'tests'" in judge().check_prompt(Prompt("p", "?", {} if tests is None else {"tests": tests}))
+
+
+async def test_a_sandbox_that_cannot_be_built_is_a_failure_of_the_verifier(monkeypatch):
+    monkeypatch.setattr(sandbox, "namespaces_available", lambda: False)
+    with pytest.raises(EpisodeError) as caught:
+        await CodeTests(CodeTests.Options()).score(context("", ECHO))
+    assert caught.value.failure.kind is FailureKind.VERIFIER
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [("print(6 * 7)", "42"), ("x = 1", "(no output)"), ("while True: pass", "stopped: it used up its limit of cpu")],
+)
+async def test_the_python_tool_tells_what_happened(code, told):
+    (tool,) = await Python(Python.Options(limits=EASY.model_copy(update={"cpu_seconds": 0.5}))).open()
+    assert await tool.call(code=code) == told
+    assert tool.schema["function"]["parameters"]["required"] == ["code"]
+
+
+@pytest.mark.slow
+async def test_the_python_tool_shows_errors():
+    (tool,) = await Python(Python.Options(limits=EASY)).open()
+    assert "ZeroDivisionError" in await tool.call(code="1 / 0")

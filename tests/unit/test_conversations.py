@@ -1,0 +1,143 @@
+"""Calls become chains: what continues a known history keeps its ids, whatever else begins a chain of its own."""
+
+import asyncio
+
+import pytest
+
+from laminar.types import FinishReason, SamplingParameters
+from rollout.conversations import BadCallError, Conversations, SpentError
+from rollout.scripted import CodePointTokenizer, ScriptedEngine
+
+
+def conversations(*script, max_new_tokens=1000, **settings):
+    engine = ScriptedEngine(script)
+    return Conversations(engine, CodePointTokenizer(), SamplingParameters(1.0, max_new_tokens, 7), **settings), engine
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def texts(calls):
+    """Every chain with what was sampled in brackets."""
+    shown = []
+    for chain in calls.chains():
+        parts = ["".join(map(chr, s.token_ids)) for s in chain.segments]
+        shown.append("".join(f"[{p}]" if s.is_sampled else p for p, s in zip(parts, chain.segments, strict=True)))
+    return shown
+
+
+def seen(engine):
+    return ["".join(map(chr, request.input_ids)) for request in engine.requests]
+
+
+async def test_a_continued_history_is_one_chain_and_its_ids_are_what_the_engine_saw():
+    calls, engine = conversations("A", "B")
+    first = await calls.chat([user("1")])
+    await calls.chat([user("1"), said(first.text), user("2")])
+    assert texts(calls) == ["user: 1\nassistant: [A]\nuser: 2\nassistant: [B]"]
+    assert seen(engine)[1] == "user: 1\nassistant: A\nuser: 2\nassistant: "
+    assert [(t.chain, t.start, t.end) for t in calls.turns()] == [(0, 19, 20), (0, 40, 41)]
+    assert calls.counts == {}
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [user("1"), said("a"), user("2")],
+        [user("one"), said("A"), user("2")],
+        [user("2")],
+        [{"role": "system", "content": "s"}, user("1"), said("A"), user("2")],
+    ],
+    ids=["an edited reply", "an edited question", "a forgotten history", "a new system message"],
+)
+async def test_a_rewritten_history_is_a_chain_of_its_own_with_nothing_old_trained(history):
+    calls, engine = conversations("A", "B")
+    await calls.chat([user("1")])
+    await calls.chat(history)
+    first, second = texts(calls)
+    assert first == "user: 1\nassistant: [A]"
+    assert second == seen(engine)[1] + "[B]"
+    assert [turn.chain for turn in calls.turns()] == [0, 1]
+    assert calls.counts == {"branched_contexts": 1}
+
+
+async def test_branches_from_one_history_are_chains_of_their_own_and_each_can_go_on():
+    calls, _ = conversations("A", "B", "C", "D")
+    await calls.chat([user("1")])
+    root = [user("1"), said("A")]
+    await calls.chat([*root, user("2")])
+    await calls.chat([*root, user("3")])
+    await calls.chat([*root, user("3"), said("C"), user("4")])
+    assert texts(calls) == [
+        "user: 1\nassistant: [A]\nuser: 2\nassistant: [B]",
+        "user: 1\nassistant: A\nuser: 3\nassistant: [C]\nuser: 4\nassistant: [D]",
+    ]
+    assert [turn.chain for turn in calls.turns()] == [0, 0, 1, 1]
+
+
+async def test_other_tools_are_another_context():
+    calls, _ = conversations("A", "B")
+    tool = {"type": "function", "function": {"name": "add"}}
+    await calls.chat([user("1")])
+    await calls.chat([user("1"), said("A"), user("2")], [tool])
+    assert len(calls.chains()) == 2
+
+
+async def test_the_same_question_asked_again_is_answered_with_other_noise():
+    calls, engine = conversations("A", "B")
+    await asyncio.gather(calls.chat([user("1")]), calls.chat([user("1")]))
+    seeds = [request.sampling.seed for request in engine.requests]
+    assert seeds == [7, 8]
+    assert texts(calls) == ["user: 1\nassistant: [A]", "user: 1\nassistant: [B]"]
+
+
+async def test_raw_text_is_continued_by_its_own_end():
+    calls, engine = conversations("b", "d", "z")
+    await calls.complete("a")
+    await calls.complete("abc")
+    await calls.complete("x")
+    assert texts(calls) == ["a[b]c[d]", "x[z]"]
+    assert seen(engine) == ["a", "abc", "x"]
+
+
+async def test_one_call_is_held_to_its_own_limit_and_all_to_the_trajectorys():
+    calls, engine = conversations("abcdef", "abcdef", max_new_tokens=5)
+    first = await calls.chat([user("1")], max_new_tokens=2)
+    assert (first.text, first.finish_reason) == ("ab", FinishReason.LENGTH)
+    second = await calls.chat([user("1"), said("ab"), user("2")])
+    assert second.text == "abc"
+    with pytest.raises(SpentError):
+        await calls.chat([user("3")])
+    assert calls.spent is FinishReason.MAX_TOKENS
+    assert [request.sampling.max_new_tokens for request in engine.requests] == [2, 3]
+
+
+async def test_the_turn_budget_and_the_length_of_a_trajectory_hold_over_all_chains():
+    calls, _ = conversations("A", max_turns=1)
+    await calls.chat([user("1")])
+    with pytest.raises(SpentError):
+        await calls.chat([user("2")])
+    assert calls.spent is FinishReason.MAX_TURNS
+    calls, _ = conversations("A", "B", max_tokens=40)
+    await calls.chat([user("1")])
+    with pytest.raises(SpentError):
+        await calls.chat([user("a question that is too long")])
+    assert calls.spent is FinishReason.MAX_TOKENS
+    assert sum(chain.num_tokens for chain in calls.chains()) <= 40
+
+
+async def test_a_call_may_bring_its_own_stop_text():
+    calls, _ = conversations("abcXdef")
+    reply = await calls.chat([user("1")], stop=["X"])
+    assert (reply.text, reply.finish_reason, len(reply.logprobs)) == ("abcX", FinishReason.STOP, 4)
+
+
+async def test_an_empty_prompt_is_refused():
+    calls, _ = conversations("a")
+    with pytest.raises(BadCallError, match="empty"):
+        await calls.complete("")
