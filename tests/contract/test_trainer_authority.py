@@ -87,7 +87,7 @@ class Session:
         self.spool, self.saved_step, self.during = ReplaySpool(folder), 0, during
         self.algorithm = SimpleNamespace(keeps=lambda group: True)
 
-    def train(self, groups, step):
+    def train(self, groups, step, oldest_trained):
         self.during(step)
         return StepReport(step, {"reward/mean": 1.0, "train/tokens": 12.0}, 12, None)
 
