@@ -39,6 +39,7 @@ class ControlDesk:
         actions: by verb.
         telemetry: told of everything that was done.
         say: for the user.
+        since: Unix seconds at which this life of the run began; what was asked of an earlier one is not for this one.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class ControlDesk:
         actions: Mapping[Verb, Action],
         telemetry: TelemetryWriter,
         say: Callable[[str], None],
+        since: float = 0.0,
     ) -> None:
+        self._since = since
         self._client, self._run_id, self._token, self._actions = client, run_id, token, actions
         self._telemetry, self._say = telemetry, say
         self._seen: deque[str] = deque(maxlen=MAX_REMEMBERED)
@@ -82,7 +85,8 @@ class ControlDesk:
         )
 
     async def _answer(self, request: Request) -> Answer:
-        if not request.is_genuine(self._token, time.time()) or request.request_id in self._seen:
+        is_new = request.asked_at >= self._since and request.request_id not in self._seen
+        if not is_new or not request.is_genuine(self._token, time.time()):
             logger.warning("control: refused %s by %s: not signed with the run's token", request.verb, request.asked_by)
             return Answer(False, "the request is not signed with the run's token, or is old; use the run folder's own token")
         self._seen.append(request.request_id)

@@ -206,7 +206,8 @@ class Supervisor:
         )
         live = LiveSettings(self._config, self._folder, self._redis, context.run_id, data, keeper, crew)
         actions = {Verb.STOP: self._stop_by_request, Verb.PAUSE: live.pause, Verb.UNPAUSE: live.unpause, Verb.SET: live.set}
-        desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say)
+        began = self._folder.read_state().started_at
+        desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say, began)
         held_out = data.encoded_held_out()
         evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:

@@ -46,10 +46,10 @@ def make_app(source: RunSource, hosts: frozenset[str] = LOOPBACK_HOSTS) -> Guard
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await asyncio.to_thread(source.history.refresh)
-        feed = asyncio.create_task(source.feed.run())
+        tasks = [asyncio.create_task(source.read()), asyncio.create_task(source.feed.run())]
         yield
-        feed.cancel()
+        for task in tasks:
+            task.cancel()
 
     app = FastAPI(title="Laminar", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     add_files(app)
@@ -86,6 +86,7 @@ def add_readings(app: FastAPI, source: RunSource) -> None:
     async def history(
         names: Annotated[str, Query(max_length=2000)] = "*", points: Annotated[int, Query(ge=1, le=5000)] = 600
     ) -> dict[str, Any]:
+        await source.is_read.wait()
         source.history.refresh()
         patterns = names.split(",")
         wanted = [name for name in source.history.columns if any(fnmatchcase(name, pattern) for pattern in patterns)]

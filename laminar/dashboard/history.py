@@ -5,6 +5,7 @@ Invariant: one point a step, steps ascending, as in `metrics.jsonl`; a file that
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +35,18 @@ class History:
     marks: list[dict[str, Any]] = field(default_factory=list)
     _offset: int = 0
     _inode: int = 0
+    _reading: threading.Lock = field(default_factory=threading.Lock)
 
     def refresh(self) -> bool:
-        """Read what is new; returns whether all was read anew."""
+        """Read what is new; returns whether all was read anew. While another thread reads, nothing is done."""
+        if not self._reading.acquire(blocking=False):
+            return False
+        try:
+            return self._read()
+        finally:
+            self._reading.release()
+
+    def _read(self) -> bool:
         if not self.path.exists():
             return False
         status = os.stat(self.path)
@@ -99,11 +109,12 @@ class History:
             max_points: at least 1.
             names: of the columns.
         """
-        size = max(1, math.ceil(len(self.steps) / max_points))
-        starts = range(0, len(self.steps), size)
-        columns = {name: [mean(self.columns[name][start : start + size]) for start in starts] for name in names}
-        steps = [self.steps[min(start + size, len(self.steps)) - 1] for start in starts]
-        return {"steps": steps, "columns": columns, "steps_per_point": size}
+        steps, known = list(self.steps), self.columns  # another thread may read on, or begin anew, meanwhile
+        size = max(1, math.ceil(len(steps) / max_points))
+        starts = range(0, len(steps), size)
+        columns = {name: [mean(known[name][start : start + size]) for start in starts] for name in names if name in known}
+        last_steps = [steps[min(start + size, len(steps)) - 1] for start in starts]
+        return {"steps": last_steps, "columns": columns, "steps_per_point": size}
 
 
 def mean(values: Sequence[float | None]) -> float | None:

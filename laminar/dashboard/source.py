@@ -3,6 +3,7 @@
 Invariants: secrets of the config leave here only starred; nothing here changes the run.
 """
 
+import asyncio
 import shutil
 import time
 from dataclasses import asdict
@@ -36,6 +37,7 @@ class RunSource:
         history: its steps.
         feed: what it says now.
         trajectories: its records.
+        is_read: set once the history has been read to its end for the first time.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -43,10 +45,16 @@ class RunSource:
         self.history = History(folder.metrics)
         self.feed = LiveFeed(folder)
         self.trajectories = TrajectoryFolder(folder.trajectories)
+        self.is_read = asyncio.Event()
         self._state: dict[str, Any] = {}
         self._state_at = -STATE_SECONDS
         self._config: LaminarConfig | None = None
         self._config_changed = 0.0
+
+    async def read(self) -> None:
+        """Read the history, which may be long, beside everything else."""
+        await asyncio.to_thread(self.history.refresh)
+        self.is_read.set()
 
     @property
     def config(self) -> LaminarConfig:

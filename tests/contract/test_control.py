@@ -81,6 +81,25 @@ async def test_a_request_that_is_sent_again_is_not_obeyed_again(desk, redis_clie
     assert len(desk) == 1
 
 
+async def test_what_was_asked_of_an_earlier_life_is_not_obeyed_by_the_next(redis_client, run_id):
+    request = Request.make(TOKEN, Verb.STOP, {}, "test")
+    await redis_client.rpush(requests_key(run_id), request.to_json())
+    done = []
+
+    async def note(arguments):
+        done.append(arguments)
+        return "done it"
+
+    telemetry = TelemetryWriter(redis_client, run_id, "supervisor")
+    actions, since = dict.fromkeys(Verb, note), request.asked_at + 0.001
+    task = asyncio.create_task(ControlDesk(redis_client, run_id, TOKEN, actions, telemetry, lambda text: None, since).run())
+    async with asyncio.timeout(10):
+        while not await redis_client.exists(answer_key(run_id, request.request_id)):
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert done == []
+
+
 @pytest.mark.parametrize("junk", [b"\xff\x00", b"[]", b"{}", b'{"verb": "dance"}', json.dumps({"verb": "stop"}).encode()])
 async def test_what_is_no_request_is_passed_over(desk, redis_client, run_id, junk):
     await redis_client.rpush(requests_key(run_id), junk)

@@ -78,6 +78,7 @@ async def ask(folder):
         data = b"".join(m.get("body", b"") for m in sent[1:])
         return sent[0]["status"], answered, json.loads(data) if "json" in answered.get("content-type", "") else data.decode()
 
+    await source.read()
     feed = asyncio.create_task(source.feed.run())
     while not source.feed.view.spans:
         await asyncio.sleep(0.01)
