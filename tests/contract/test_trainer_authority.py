@@ -92,7 +92,8 @@ class Session:
 
     def train(self, groups, step):
         skipped = self.during(step)
-        return StepReport(step, {"reward/mean": 1.0, "train/tokens": 0.0 if skipped else 12.0}, 12, skipped)
+        metrics = {"reward/mean": 1.0, "train/tokens": 0.0 if skipped else 12.0, "mismatch/kl_staleness_0": step / 100}
+        return StepReport(step, metrics, 12, skipped)
 
     def save(self, progress, frontier):
         self.saved_step = progress.step
@@ -171,6 +172,13 @@ async def test_a_step_that_is_skipped_for_safety_publishes_its_number_and_says_w
     notices = [event.fields["text"] for event in events if event.kind == "notice"]
     assert "step 3 skipped: trajectory 7-0 got a loss that is not finite" in notices
     assert [e.metrics["train/skipped_steps"] for e in events if e.kind == "step"] == [0, 0, 1, 1, 1, 1]
+
+
+async def test_a_mismatch_on_fresh_tokens_above_the_alarm_is_told(train_through):
+    run, _ = await train_through(lambda step: None)
+    events = await TelemetryReader(run.store.client, "r").read()
+    told = [e.fields["text"] for e in events if e.kind == "notice" and "mismatch_alarm" in e.fields["text"]]
+    assert [text.split(":")[0] for text in told] == ["step 6"]  # 0.06; the alarm is at 0.05
 
 
 async def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_reason(train_through):
