@@ -187,7 +187,7 @@ def test_an_undefined_number_of_the_algorithm_skips_the_step_and_names_a_traject
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_resumed_critic_goes_on_as_if_it_had_never_stopped(stage, models, ranks, tmp_path):
     config = make_config(models, "ppo", deepspeed={"zero_stage": stage})
     algorithm = build_algorithm(config)

@@ -195,7 +195,6 @@ async def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_reason(train
     [
         ({"max_trained_tokens": 30}, ("max_trained_tokens", 3)),
         ({"stop_at_reward": 1.0, "stop_at_reward_steps": 4}, ("stop_at_reward", 4)),
-        ({"stop_at_reward": 1.1, "stop_at_reward_steps": 1}, ("max_steps", STEPS)),
     ],
 )
 async def test_a_run_ends_with_the_step_that_reaches_its_limit_and_saves_it(train_through, limits, end):
