@@ -137,6 +137,7 @@ class TrainingLoop:
         published = await self._hand_over(step)
         if report.skipped_reason:
             await self._say_skipped(report.skipped_reason)
+        await self._say_mismatch(report)
         metrics = self._metrics(batch, report, published, step, seconds)
         digest = batch_digest(batch.groups)
         await self._steps.add(
@@ -180,6 +181,17 @@ class TrainingLoop:
                 f"{in_a_row} steps in a row were skipped for safety (run.max_skipped_steps), the last one because {reason}; "
                 "the last checkpoint stands"
             )
+
+    async def _say_mismatch(self, report: StepReport) -> None:
+        """Warn if the engine's log-probs of fresh tokens are not the trainer's: staleness does not explain that."""
+        kl, limit = report.metrics.get("mismatch/kl_staleness_0", 0.0), self._config.trainer.mismatch_alarm
+        if kl > limit:
+            text = (
+                f"step {report.step}: KL {kl:.3g} between engine and trainer on tokens of the newest weights, above "
+                f"trainer.mismatch_alarm = {limit:g}: compare temperature, number type and weights of the two"
+            )
+            logger.warning("%s", text)
+            await self._telemetry.emit("notice", fields={"text": text})
 
     async def _hand_over(self, step: int) -> Published:
         """Tell data module and relay of a committed step; a server that has forgotten the run is told all anew."""

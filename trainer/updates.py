@@ -115,7 +115,9 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
         engine.backward(loss)
         sums += parts
         if engine.critic is not None:
-            value_loss_sum += _teach_critic(engine.critic, work.algorithm, batch, plan.num_tokens, is_last=is_last)
+            spoilt = math.nan if problem else 1.0  # a skipped update leaves the critic as it was, too
+            weight = spoilt / plan.num_tokens
+            value_loss_sum += _teach_critic(engine.critic, work.algorithm, batch, weight, is_last=is_last)
     *reduced, value_loss_sum = engine.ranks.sum([*sums.tolist(), value_loss_sum])
     computed = time.perf_counter()
     update = engine.update(work.rate)
@@ -133,15 +135,15 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     return None
 
 
-def _teach_critic(critic: Critic, algorithm: Algorithm, batch: PackedRows, num_tokens: int, *, is_last: bool) -> float:
-    """Forward and backward of the critic, a mean over the mini-batch's tokens; returns the sum of its token losses."""
+def _teach_critic(critic: Critic, algorithm: Algorithm, batch: PackedRows, weight: float, *, is_last: bool) -> float:
+    """Forward and backward of the critic, each token with this weight; returns the sum of its token losses."""
     values_BT = critic.forward(batch, is_last=is_last)
     if not bool(batch.mask.any()):
         critic.backward(values_BT.sum())
         return 0.0
     scores = batch.scores
     total = algorithm.value_loss(values_BT, scores["values"], scores["returns"], batch.mask).sum()
-    critic.backward(total / num_tokens)
+    critic.backward(total * weight)
     return float(total.detach())
 
 

@@ -76,10 +76,11 @@ def staleness_in_words(config: LaminarConfig) -> list[str]:
             f"that is d versions behind is granted new work only while they are fewer than ({bound} + 1 - d) x {batch}.",
             _policy_in_words(config),
         ]
-    if config.trainer.mini_batches > 1:
+    updates = config.trainer.mini_batches * config.trainer.epochs
+    if updates > 1:
         paragraphs.append(
-            f"Versions are counted, not updates: the last of a step's {config.trainer.mini_batches} mini-batches trains "
-            "weights that its earlier ones have already moved."
+            f"Versions are counted, not updates: the last of a step's {updates} updates trains weights that its earlier "
+            "ones have already moved."
         )
     return paragraphs
 
@@ -117,7 +118,11 @@ def _step_lines(config: LaminarConfig) -> list[str]:
             f"<= {most_micro_batches(config, max(largest))}",
             f"a rank and mini-batch: {trainer.max_tokens_per_micro_batch} tokens each, longest row {longest}",
         ),
-        _row("optimizer steps", trainer.mini_batches, "one a mini-batch; the step then publishes one weight version"),
+        _row(
+            "optimizer steps",
+            trainer.mini_batches * trainer.epochs,
+            f"one a mini-batch{_times(trainer.epochs)}; the step then publishes one weight version",
+        ),
     ]
 
 
@@ -127,7 +132,7 @@ def _run_lines(config: LaminarConfig) -> list[str]:
     epochs = config.data.max_epochs
     return [
         _row("steps", steps, "run.max_steps" + (f", or fewer: {epochs} passes over the data" if epochs else "")),
-        _row("optimizer steps", steps * trainer.mini_batches, ""),
+        _row("optimizer steps", steps * trainer.mini_batches * trainer.epochs, ""),
         _row("trajectories", trajectories, f"from {steps * trainer.prompts_per_step} prompts"),
         _row("sampled tokens", f"<= {trajectories * config.rollout.max_new_tokens}", ""),
         _row("checkpoints", steps // config.checkpoint.every_steps + 1, f"the last {config.checkpoint.keep} are kept"),
@@ -186,6 +191,10 @@ def _row(label: str, value: int | str, comment: str) -> str:
 
 def _paragraphs(texts: list[str]) -> list[str]:
     return [line for text in texts for line in textwrap.wrap(text, _COLUMNS, initial_indent="  ", subsequent_indent="  ")]
+
+
+def _times(epochs: int) -> str:
+    return f" and epoch ({epochs} trainer.epochs)" if epochs > 1 else ""
 
 
 def _tally(counts: list[int]) -> str:

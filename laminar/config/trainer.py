@@ -110,6 +110,8 @@ class TrainerConfig(Section):
     """So many rounds (of `prompts_per_step` groups) filtered or failed while one batch is gathered are too many."""
     on_uninformative: Literal["stop", "wait"] = "stop"
     """Then the run stops with the reason, or it waits on, with a warning each round, until `run.no_progress_seconds`."""
+    mismatch_alarm: float = Field(0.05, gt=0)
+    """A notice warns if engine and trainer are further apart (KL, nats a token) on tokens of the newest weights."""
     start_seconds: float = Field(300, gt=0)
     """Deadline for all ranks to meet and load the model."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -69,6 +69,13 @@ def test_mini_batches_become_optimizer_steps_of_the_step_and_of_the_run(load):
     assert "trajectories 240 from 60 prompts" in " ".join(text.split())
 
 
+def test_epochs_multiply_the_optimizer_steps(load):
+    text = explain(load("trainer.mini_batches = 4\ntrainer.epochs = 3\nrun.max_steps = 10"))
+    assert line_of(text, "optimizer steps").startswith("optimizer steps 12 one a mini-batch and epoch (3 trainer.epochs)")
+    assert "optimizer steps 120" in " ".join(text.split())
+    assert "the last of a step's 12 updates" in " ".join(text.split())
+
+
 def test_peak_bytes_are_those_of_the_admitted_groups(load):
     text = explain(load("staleness.max_staleness = 2"))  # 4 x (128 x 8 + 2048) = 12,288 bytes; 3 x 6 = 18 groups
     assert "bytes a group 12.3 kB" in line_of(text, "bytes a group")
