@@ -133,14 +133,17 @@ class HuggingFaceTokenizer:
         return np.asarray([bos] if adds_bos else [], dtype=np.int32)
 
 
+_OWN_METHODS = ("_decode", "_encode_plus")
+"""What a tokenizer's class overrides if it does something of its own."""
+
+
 def _is_plain(tokenizer: Any) -> bool:
     """Whether the wrapper adds nothing to its Rust part: no method of its own, no splitting, trimming or padding."""
     from transformers import PreTrainedTokenizerFast
 
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
-        and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
-        and type(tokenizer)._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and all(getattr(type(tokenizer), name, 0) is getattr(PreTrainedTokenizerFast, name, 0) for name in _OWN_METHODS)
         and not getattr(tokenizer, "split_special_tokens", False)
         and tokenizer.backend_tokenizer.truncation is None
         and tokenizer.backend_tokenizer.padding is None

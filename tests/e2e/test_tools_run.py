@@ -13,7 +13,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "deploy" / "recipes"
 def test_a_tiny_model_learns_over_several_turns(start, name):
     """Recipe `tools` steps an environment; recipe `agent` is played by an agent that knows only the `openai` client."""
     run = start("eval.path=", recipe=RECIPES / f"{name}.toml")
-    assert run.wait(240) == 0, run.text()
+    assert run.wait(400) == 0, run.text()
     steps = run.lines()
     assert len(steps) == 40
     rewards = [line["reward/mean"] for line in steps]
