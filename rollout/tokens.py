@@ -46,6 +46,8 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
         self._name = name
+        # the Rust part alone: half of the CPU of a turn would go into the wrapper's checks of its arguments
+        self._fast = tokenizer.backend_tokenizer if _is_plain(tokenizer) else None
         self._leading = self._default_leading_ids()
 
     @property
@@ -90,6 +92,8 @@ class HuggingFaceTokenizer:
 
     def encode_observation(self, text: str) -> Int32Array:
         """(T,) int32: exactly this text, nothing added."""
+        if self._fast is not None:
+            return np.asarray(self._fast.encode(text, add_special_tokens=False).ids, dtype=np.int32)
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def encode_prompt(self, prompt: Prompt, max_prompt_tokens: int | None = None) -> Int32Array:
@@ -118,13 +122,32 @@ class HuggingFaceTokenizer:
 
     def decode(self, token_ids: Sequence[int] | Int32Array, *, keep_special: bool = False) -> str:
         """Text of (T,) ids; bytes that are no whole character yet show as U+FFFD."""
-        ids = [int(token_id) for token_id in token_ids]
+        ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else [int(token_id) for token_id in token_ids]
+        if self._fast is not None:
+            return str(self._fast.decode(ids, skip_special_tokens=not keep_special))
         return str(self._tokenizer.decode(ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False))
 
     def _default_leading_ids(self) -> Int32Array:
         bos = self._tokenizer.bos_token_id
         adds_bos = bos is not None and self._tokenizer("a")["input_ids"][:1] == [bos]
         return np.asarray([bos] if adds_bos else [], dtype=np.int32)
+
+
+_OWN_METHODS = ("_decode", "_encode_plus")
+"""What a tokenizer's class overrides if it does something of its own."""
+
+
+def _is_plain(tokenizer: Any) -> bool:
+    """Whether the wrapper adds nothing to its Rust part: no method of its own, no splitting, trimming or padding."""
+    from transformers import PreTrainedTokenizerFast
+
+    return (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and all(getattr(type(tokenizer), name, 0) is getattr(PreTrainedTokenizerFast, name, 0) for name in _OWN_METHODS)
+        and not getattr(tokenizer, "split_special_tokens", False)
+        and tokenizer.backend_tokenizer.truncation is None
+        and tokenizer.backend_tokenizer.padding is None
+    )
 
 
 def chat_message(message: Message) -> ChatMessage:

@@ -4,7 +4,7 @@ import functools
 import json
 from typing import Any
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
 from rollout.tools.calculator import calculate
 
@@ -24,7 +24,12 @@ async def solve(task: Any) -> float:
     client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=connections())
     messages: list[Any] = [{"role": "user", "content": task.prompt.content}]
     for _ in range(MAX_CALLS):
-        reply = await client.chat.completions.create(model=task.model, messages=messages, tools=[TOOL])
+        try:
+            reply = await client.chat.completions.create(model=task.model, messages=messages, tools=[TOOL])
+        except BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return 0.0  # the trajectory's budget of tokens or turns is used up
         message: Any = reply.choices[0].message
         if not message.tool_calls:
             return float(message.content == task.prompt.fields["answer"])

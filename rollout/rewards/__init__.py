@@ -4,6 +4,7 @@ REWARDS = {
     "code_tests": "rollout.rewards.code_tests:CodeTests",
     "exact_match": "rollout.rewards.exact_match:ExactMatch",
     "format": "rollout.rewards.format:Format",
+    "judge": "rollout.rewards.judge:Judge",
     "math_verify": "rollout.rewards.math_verify:MathVerify",
     "overlong": "rollout.rewards.overlong:Overlong",
     "reasoning_gym": "rollout.rewards.reasoning_gym:ReasoningGym",

@@ -232,6 +232,17 @@ async def test_an_agent_that_ends_on_a_spent_budget_is_judged_as_it_stands(play)
     assert (trajectory.reward, trajectory.finish_reason, len(trajectory.turns)) == (1.0, FinishReason.MAX_TURNS, 2)
 
 
+async def test_a_spent_budget_without_any_reward_says_what_to_catch(play):
+    async def agent(task):
+        for _ in range(2):
+            status, _ = await post(task, "/chat/completions", {"messages": question(task)})
+        raise RuntimeError(f"status {status}")
+
+    trajectory, _ = await play(agent, "5", max_turns=1)
+    assert trajectory.failure.kind is FailureKind.USER_BUG
+    assert "catch code context_length_exceeded" in trajectory.failure.text
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [

@@ -13,11 +13,11 @@ RECIPES = Path(__file__).resolve().parents[2] / "deploy" / "recipes"
 def test_a_tiny_model_learns_over_several_turns(start, name):
     """Recipe `tools` steps an environment; recipe `agent` is played by an agent that knows only the `openai` client."""
     run = start("eval.path=", recipe=RECIPES / f"{name}.toml")
-    assert run.wait(240) == 0, run.text()
+    assert run.wait(400) == 0, run.text()
     steps = run.lines()
     assert len(steps) == 40
     rewards = [line["reward/mean"] for line in steps]
-    assert sum(rewards[-5:]) / 5 >= sum(rewards[:5]) / 5 + 0.15
+    assert sum(rewards[-10:]) / 10 >= sum(rewards[:10]) / 10 + 0.1
     assert max(line["rollout/turns_mean"] for line in steps) > 1.5
     assert max(line["rollout/chains_mean"] for line in steps) == 1
     assert name == "agent" or any(line.get("rollout/count_tool_calls", 0) > 0.5 for line in steps)

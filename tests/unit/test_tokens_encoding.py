@@ -111,3 +111,23 @@ def test_a_malformed_end_id_is_refused(tiny, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
     with pytest.raises(ConfigError, match="eos_token_id"):
         end_token_ids(tmp_path, tiny)
+
+
+def test_a_tokenizer_with_methods_of_its_own_is_asked_through_them():
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *arguments, **settings):
+            return super()._decode(*arguments, **settings).upper()
+
+    own = Shouting(tokenizer_object=byte_level()._tokenizer.backend_tokenizer)
+    assert HuggingFaceTokenizer(own, "own").decode(byte_level().encode("abc")) == "ABC"
+    assert byte_level().decode(byte_level().encode("abc")) == "abc"
+
+
+def test_the_short_way_to_the_tokenizer_gives_what_the_long_one_gives(tiny):
+    wrapper = tiny._tokenizer
+    for text in ("12>", "3 4\n<end>5", "", "é?"):
+        assert tiny.encode_observation(text).tolist() == wrapper(text, add_special_tokens=False)["input_ids"]
+    ids = [1, 2, 0, 14, 13]
+    for keep in (True, False):
+        expected = wrapper.decode(ids, skip_special_tokens=not keep, clean_up_tokenization_spaces=False)
+        assert tiny.decode(ids, keep_special=keep) == expected
