@@ -6,6 +6,7 @@ Does not know stores or hops (`relay.server`).
 
 import asyncio
 import contextlib
+import ctypes
 from pathlib import Path
 
 from laminar.cluster.roles import RoleContext
@@ -21,6 +22,10 @@ from relay.receiver import HopReport
 from relay.server import Chained, Relay
 from relay.store import open_store
 from relay.transports.base import TRANSPORTS
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT_BYTES = 32 * 1024**2
+_ALL_KEPT_BYTES = 1024**3
 
 
 class RelayRole:
@@ -48,6 +53,7 @@ class RelayRole:
 
     async def start(self) -> None:
         """Own the store; refuse a machine that cannot hold the weights, as `Relay.start`."""
+        keep_freed_memory()
         size = read_model_size(Path(self._config.model.path))
         await self._relay.start(published_bytes(self._config, size) if size else 0)
 
@@ -65,6 +71,22 @@ class RelayRole:
     async def stop(self) -> None:
         """End `run`; the versions stay for whoever still reads."""
         await self._relay.stop()
+
+    async def remove(self) -> None:
+        """End `run` and free the machine's memory: the orderly end of the run, after trainer and engines."""
+        await self._relay.remove()
+
+
+def keep_freed_memory() -> None:
+    """Let this process reuse the memory of received pieces, instead of giving it back and faulting it in anew.
+
+    With pieces of 4 MB, receiving 256 MB takes 0.14 instead of 0.22 CPU seconds. At most credits x piece an edge is kept.
+    A C library without these settings (musl) leaves things as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _ALL_KEPT_BYTES)
 
 
 async def tell_reports(reports: "asyncio.Queue[HopReport]", context: RoleContext) -> None:

@@ -81,6 +81,9 @@ class Relay:
         self._directory = Directory(redis_url, store.run_id, store.node_id, ttl_seconds=ttl_seconds)
         self._owner: FileLock | None = None
         self._stopping = asyncio.Event()
+        self._resting = asyncio.Event()
+        """Set while `run` is not running."""
+        self._resting.set()
         self._shelf = Shelf(store)
         self._address = ""
         self._receiver: Receiver | None = None
@@ -121,6 +124,7 @@ class Relay:
         Raises:
             EnvironmentSetupError: the address is not this machine's, or it has no memory for the slots.
         """
+        self._resting.clear()
         try:
             await self._open_edges()
             async with asyncio.TaskGroup() as group:
@@ -136,6 +140,7 @@ class Relay:
             raise errors.exceptions[0] from None
         finally:
             await self._close_edges()
+            self._resting.set()
 
     async def status(self) -> RelayStatus:
         """What the store holds now, and how it is reached."""
@@ -169,6 +174,7 @@ class Relay:
     async def remove(self) -> None:
         """Stop and delete the store: the orderly end, after trainer and engines."""
         await self.stop()
+        await self._resting.wait()  # `run` was told to end; what it still does is bounded by its own deadlines
         self._store.remove()
 
     async def _open_edges(self) -> None:

@@ -17,8 +17,8 @@ TORCH_DTYPES = {stored: getattr(torch, name.removeprefix("torch.")) for name, (s
 """Number type as safetensors names it -> torch's."""
 
 
-COPY_BYTES = 1024**2
-"""How much is copied before it is checksummed: little enough to be still in the cache, much enough for full speed."""
+COPY_BYTES = 128 * 1024
+"""How much is copied before it is checksummed: source and copy together must fit a small second-level cache."""
 
 
 def fill_slot(slot: Slot, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> tuple[str, ...]:

@@ -119,16 +119,17 @@ class Crew:
     async def stop(self) -> None:
         """Stop workers and relays in order; what does not obey in time is killed with the rest."""
         self.is_stopping = True
-        managers = [self._manager] if self._manager is not None else []
-        roles = [*self._workers.values(), *managers, *self._relays.processes()]
-        for role in roles:
+        ends = [(role, "stop") for role in self._workers.values()]
+        ends += [(self._manager, "stop")] if self._manager is not None else []
+        ends += [(role, "remove") for role in self._relays.processes()]
+        for role, method in ends:
             try:
                 async with asyncio.timeout(STOP_SECONDS / 4):
-                    await role.call("stop")
+                    await role.call(method)
             except (LaminarError, TimeoutError) as error:
                 logger.info("stopping %s: %s", role.spec.name, error)
-        for role in (*roles, *self._ranks):
-            role.kill()
+        for process in (*(role for role, _ in ends), *self._ranks):
+            process.kill()
 
     async def _keep(self, role: str, life: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run lives of a role until one returns in order or the budget is used up."""

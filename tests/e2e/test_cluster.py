@@ -34,7 +34,7 @@ def stores_of(run) -> dict[str, list[str]]:
 
 def test_weights_reach_workers_on_other_machines_and_a_killed_relay_is_replaced(start, cluster):
     run = start(
-        f"cluster.ray_address={cluster.address}", "rollout.num_workers=2", "run.max_steps=12", "eval.at_start=false",
+        f"cluster.ray_address={cluster.address}", "rollout.num_workers=2", "run.max_steps=100000", "eval.at_start=false",
         "eval.at_end=false", "trainer.algorithm.options.filter_zero_variance=false",
     )  # fmt: skip
     run.wait_for_step(2)
@@ -42,9 +42,9 @@ def test_weights_reach_workers_on_other_machines_and_a_killed_relay_is_replaced(
     victim = run.role_pid("relay-1")
     os.kill(victim, signal.SIGKILL)
     run.wait_until(lambda: run.role_pid("relay-1") != victim, "the relay to be started again", 60.0)
-    assert run.wait(240) == 0, run.text()
-    steps = run.lines()
-    assert len(steps) == 12
-    assert max(line["staleness/versions_max"] for line in steps) <= 1
+    run.wait_for_step(run.lines()[-1]["step"] + 4)
+    run.process.terminate()
+    assert run.wait(60) == 130, run.text()
+    assert max(line["staleness/versions_max"] for line in run.lines()) <= 1
     assert "relay-1: the process of relay-1 ended; restarting it (1)" in run.text()
-    assert run.leftovers() == []
+    run.wait_until_gone(10)

@@ -28,7 +28,7 @@ from relay.transports.shaped import ShapedTransport
 from relay.transports.zmq_tcp import ZmqTransport
 
 TRANSPORT_KINDS = ("memory", "zmq", "collective")
-"""Every transport that ships; a new one is added here and to `make_transport`."""
+"""Every transport that ships; a new one is added here, to `transport_maker` and to `chain`."""
 
 CHUNK_BYTES = 4096
 NUM_VALUES = 40_000
@@ -189,18 +189,24 @@ def check_whole_fixture() -> Callable[[VersionStore, WeightVersion], None]:
     return check_whole
 
 
+def transport_maker(kind: str) -> Callable[[str], Transport]:
+    """Makes transports of one kind, by the machine's name."""
+    if kind == "memory":
+        return MemoryNetwork().transport
+    transport = {"zmq": ZmqTransport, "collective": CollectiveTransport}[kind]
+    return lambda name: transport("127.0.0.1")
+
+
 @pytest.fixture(params=TRANSPORT_KINDS)
 def make_transport(request: pytest.FixtureRequest) -> Callable[[str], Transport]:
-    """Transports of one kind, by the machine's name."""
-    if request.param == "memory":
-        return MemoryNetwork().transport
-    kind = {"zmq": ZmqTransport, "collective": CollectiveTransport}[request.param]
-    return lambda name: kind("127.0.0.1")
+    """Transports of one kind."""
+    return transport_maker(request.param)
 
 
-@pytest.fixture
-async def chain(make_transport: Callable[[str], Transport], tmp_path: Path) -> AsyncIterator[Chain]:
+@pytest.fixture(params=["memory", "zmq", pytest.param("collective", marks=pytest.mark.slow)])
+async def chain(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Chain]:
     """No machine yet."""
+    make_transport = transport_maker(request.param)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         chain = Chain(Path(root), tmp_path, make_transport)

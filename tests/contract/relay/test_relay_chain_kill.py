@@ -149,7 +149,7 @@ def reader(relays, check_whole):
     assert reader.num_read > 0
 
 
-@pytest.mark.parametrize(("seed", "victim"), [(0, "a"), (1, "master")])
+@pytest.mark.parametrize(("seed", "victim"), [(0, "a"), pytest.param(1, "master", marks=pytest.mark.slow)])
 def test_survivors_of_a_killed_relay_end_with_the_newest_whole_version(relays, reader, check_whole, seed, victim):
     kill_during_a_broadcast(relays, check_whole, seed, victim)
 

@@ -231,7 +231,7 @@ async def test_a_version_under_way_is_finished_then_the_newest_goes_next(chain):
 async def test_a_slow_hop_holds_up_neither_the_trainer_nor_the_hops_before_it(chain):
     master, a = await line(chain, "a")
     slow = chain.prepare("slow")
-    slow.bytes_per_second = 1e6
+    slow.bytes_per_second = 4e6
     await slow.start()
     last = await chain.add("last")
     gate = Gate(a, 3)  # the edge to the slow hop stands still meanwhile

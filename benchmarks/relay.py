@@ -1,0 +1,120 @@
+"""How fast do weights travel? `python -m benchmarks.relay [--quick]`.
+
+256 MB of float32, slots kept. One relay process for each simulated machine, TCP by ZeroMQ on the loopback, all on this
+machine's cores (pinned in turn); one thread each. Start-up, connecting and allocating are not counted.
+
+- publish: the trainer's stall for one version, every earlier one having reached all relays, over one plain copy of the same
+  bytes into touched memory, alternating. Bar: 1.3x. The same with 1 and with 8 relays attached (64 MB). Bar: within 10 %.
+  Contended: the same while the version before is still on its way; reported only.
+- chain: bytes x hops / (publish to the last of 4 relays), over one raw socket stream into touched memory. Bar: 0.6x.
+- length: with every hop throttled to 50 MB/s (64 MB), time to the last of 8 relays over that to the last of 2. Bar: 1.3x.
+- peers: time until the last of 4 readers has everything, against Redis values, a safetensors file on disk, and a gloo
+  broadcast. Bar: ahead of each. Not measured here: Ray's object store, and an engine's pull to its first log-prob.
+
+The printed value is the chain's ratio.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.relay_nodes import Chain, running_chain
+from benchmarks.relay_sides import PEERS, raw_stream
+
+BARS = {"publish": 1.3, "attached": 1.1, "chain": 0.6, "length": 1.3, "peers": 1.0}
+THROTTLE = 50e6
+
+
+def model(megabytes: int) -> list[tuple[str, torch.Tensor]]:
+    """Sixteen tensors, that many megabytes in all."""
+    return [(f"layer{index}", torch.randn(megabytes * 1024**2 // 64)) for index in range(16)]
+
+
+def measure_publish(chain: Chain, tensors: list[tuple[str, torch.Tensor]], repeats: int) -> dict[str, float]:
+    """Stalls of quiescent and of contended publishes, and plain copies beside them."""
+    source = torch.cat([tensor for _, tensor in tensors])
+    target = torch.ones_like(source)
+    copies, stalls, walls = [], [], []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        target.copy_(source)
+        copies.append(time.perf_counter() - started)
+        stalls.append(chain.publish())
+        walls.append(chain.wait())
+    contended = [chain.publish() for _ in range(repeats)]
+    chain.wait()
+    return {
+        "copy_seconds": statistics.median(copies),
+        "stall_seconds": statistics.median(stalls),
+        "contended_seconds": statistics.median(contended),
+        "last_relay_seconds": statistics.median(walls),
+        "best_last_relay_seconds": min(walls),
+    }
+
+
+def measure_attached(repeats: int) -> dict[str, float]:
+    """Median stall with 1 and with 8 relays attached, and the throttled broadcast to the last of 2 and of 8."""
+    tensors, figures = model(64), {}
+    for num_relays in (1, 8):
+        with running_chain(tensors, num_relays) as chain:
+            figures[f"stall_seconds_{num_relays}"] = measure_publish(chain, tensors, repeats)["stall_seconds"]
+    for num_relays in (2, 8):
+        with running_chain(tensors, num_relays, bytes_per_second=THROTTLE) as chain:
+            chain.publish()
+            figures[f"throttled_seconds_{num_relays}"] = chain.wait()
+    return figures
+
+
+def main() -> int:
+    """Print one JSON line last; exit code 0 whatever the outcome."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="fewer repeats: ends within 55 s on two quiet cores")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    repeats = 3 if quick else 9
+    tensors = model(256)
+    num_bytes = sum(tensor.nbytes for _, tensor in tensors)
+    with running_chain(tensors, 4) as chain:
+        publish = measure_publish(chain, tensors, repeats)
+    print("publish and chain", publish, flush=True)
+    raw_seconds = raw_stream(num_bytes, repeats)
+    peers = {}
+    for name, measure in PEERS.items():
+        peers[name] = measure(num_bytes, 2 if quick else 5)
+        print(name, peers[name], flush=True)
+    attached = measure_attached(repeats)
+    print("attached", attached, flush=True)
+    ours = publish["stall_seconds"] + publish["best_last_relay_seconds"]
+    ratios: dict[str, Any] = {
+        "publish": publish["stall_seconds"] / publish["copy_seconds"],
+        "attached": attached["stall_seconds_8"] / attached["stall_seconds_1"],
+        "chain": 4 * raw_seconds / publish["best_last_relay_seconds"],
+        "length": attached["throttled_seconds_8"] / attached["throttled_seconds_2"],
+        "peers": ours / min(peers.values()),
+    }
+    holds = {name: ratio >= BARS[name] if name == "chain" else ratio <= BARS[name] for name, ratio in ratios.items()}
+    result = {
+        "name": "relay",
+        "value": round(ratios["chain"], 3),
+        "unit": "x one raw socket stream, bytes x 4 hops / time",
+        "bar": BARS["chain"],
+        "holds": all(holds.values()),
+        "bars": BARS,
+        "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()},
+        "holds_each": holds,
+        "figures": {"publish": publish, "raw_seconds": raw_seconds, "peers": peers, "attached": attached, "ours": ours},
+        "seconds": round(time.perf_counter() - started, 1),
+        "machine": {"cpus": os.cpu_count(), "load": os.getloadavg(), "torch": torch.__version__, "threads": 1},
+    }
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
