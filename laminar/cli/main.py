@@ -10,6 +10,7 @@ import typer
 from laminar.cli import check as check_command
 from laminar.cli import explain as explain_command
 from laminar.cli import run as run_commands
+from laminar.cli import scale as scale_command
 from laminar.cli import status as status_command
 from laminar.errors import LaminarError
 
@@ -17,6 +18,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.split
 app.command(name="run")(run_commands.run)
 app.command(name="resume")(run_commands.resume)
 app.command(name="status")(status_command.status)
+app.command(name="scale")(scale_command.scale)
 app.command(name="check")(check_command.check)
 app.command(name="explain")(explain_command.explain)
 
