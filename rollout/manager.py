@@ -126,6 +126,13 @@ class RolloutManager:
         Consumes: the directory. Produces: commands to sources. Waits for: the next look. A plan is made every
         `interval_seconds`, and as soon as other replicas drain than at the last look.
         """
+        try:
+            await self._follow()
+        finally:
+            await self._session.close()
+            await self._redis.aclose()
+
+    async def _follow(self) -> None:
         planned, drained_then = 0.0, frozenset[str]()
         while not self._stopping.is_set():
             entries = await self._directory.entries()
@@ -136,8 +143,6 @@ class RolloutManager:
                 await self._repacker.consolidate(entries)
                 await self._telemetry.emit("repack", metrics_of(self._repacker.tally, entries))
             await self._pause()
-        await self._session.close()
-        await self._redis.aclose()
 
     @property
     def tally(self) -> Tally:
