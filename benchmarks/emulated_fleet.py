@@ -44,7 +44,10 @@ class EngineHost:
         self._process, self._lock = process, asyncio.Lock()
 
     async def ask(self, **command: Any) -> dict[str, Any]:
-        """One line there, one back."""
+        """One line there, one back; a caller that is cancelled leaves no answer behind for the next one."""
+        return await asyncio.shield(asyncio.ensure_future(self._exchange(command)))
+
+    async def _exchange(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         async with self._lock:
@@ -146,9 +149,10 @@ class _Roles:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
+        while pending := [task for task in self._tasks if not task.done()]:
+            for task in pending:  # again and again: a Redis client that connects anew may swallow a cancellation
+                task.cancel()
+            await asyncio.wait(pending, timeout=1.0)
         for task in self._tasks:
             if not task.cancelled() and task.exception() is not None:
                 print(f"a role failed: {task.exception()!r}", file=sys.stderr)

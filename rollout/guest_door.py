@@ -109,8 +109,10 @@ class GuestDoor:
         return await handler(request)
 
     async def _command_release(self, request: web.Request) -> web.StreamResponse:
-        url = str((await request.json())["destination"])
-        return web.json_response(await self._release(url))
+        command = await request.json()
+        if str(self._replica.version) != command["version"] or not self._replica.berths.is_closed:
+            return web.json_response({"moved": 0, "stayed": 0, "guests": 0})  # it has swapped meanwhile: nothing to release
+        return web.json_response(await self._release(str(command["destination"])))
 
     async def _receive(self, request: web.Request) -> web.StreamResponse:
         """One guest, from its first word to its last."""

@@ -32,8 +32,8 @@ LOOK_SECONDS = 0.5
 DEADLINE_MARGIN_SECONDS = 5.0
 """A source may take its own deadline for every move; its answer may take this longer."""
 
-Release = Callable[[str, str], Awaitable[Mapping[str, int]]]
-"""Tell the source behind the first door to send everything to the second.
+Release = Callable[[str, str, str], Awaitable[Mapping[str, int]]]
+"""Tell the source behind the first door to send everything to the second, if it still drains at this version.
 
 Answers how many `moved` and `stayed`, and how many `guests` were asked to move.
 """
@@ -74,10 +74,10 @@ class Repacker:
         self.tally.plan_seconds += time.perf_counter() - started
         if moves:
             self.tally.plans += 1
-            urls = {entry.replica: entry.url for entry in entries}
+            known = {entry.replica: entry for entry in entries}
             async with asyncio.TaskGroup() as group:
                 for move in moves:
-                    group.create_task(self._carry_out(move, urls))
+                    group.create_task(self._carry_out(known[move.source], known[move.destination]))
         return moves
 
     def plan(self, entries: Sequence[ReplicaEntry]) -> tuple[Move, ...]:
@@ -91,17 +91,17 @@ class Repacker:
         candidates = [load for load in loads if load.replica in draining]
         return plan_repack(candidates, self._latched, max(versions), self.limits)
 
-    async def _carry_out(self, move: Move, urls: Mapping[str, str]) -> None:
+    async def _carry_out(self, source: ReplicaEntry, destination: ReplicaEntry) -> None:
         try:
             async with asyncio.timeout(self.config.deadline_seconds + DEADLINE_MARGIN_SECONDS):
-                outcome = await self.release(urls[move.source], urls[move.destination])
+                outcome = await self.release(source.url, destination.url, source.version)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-            logger.warning("%s could not be emptied into %s: %r", move.source, move.destination, error)
+            logger.warning("%s could not be emptied into %s: %r", source.replica, destination.replica, error)
             return
         self.tally.moved_trajectories += outcome["moved"] + outcome["guests"]
         self.tally.failed_moves += outcome["stayed"]
-        self.tally.released_replicas += not outcome["stayed"]
-        logger.info("%s into %s: %s", move.source, move.destination, dict(outcome))
+        self.tally.released_replicas += bool(outcome["moved"] + outcome["guests"]) and not outcome["stayed"]
+        logger.info("%s into %s: %s", source.replica, destination.replica, dict(outcome))
 
 
 class RolloutManager:
@@ -126,6 +126,13 @@ class RolloutManager:
         Consumes: the directory. Produces: commands to sources. Waits for: the next look. A plan is made every
         `interval_seconds`, and as soon as other replicas drain than at the last look.
         """
+        try:
+            await self._follow()
+        finally:
+            await self._session.close()
+            await self._redis.aclose()
+
+    async def _follow(self) -> None:
         planned, drained_then = 0.0, frozenset[str]()
         while not self._stopping.is_set():
             entries = await self._directory.entries()
@@ -136,8 +143,6 @@ class RolloutManager:
                 await self._repacker.consolidate(entries)
                 await self._telemetry.emit("repack", metrics_of(self._repacker.tally, entries))
             await self._pause()
-        await self._session.close()
-        await self._redis.aclose()
 
     @property
     def tally(self) -> Tally:
@@ -148,8 +153,9 @@ class RolloutManager:
         """Make `run` return."""
         self._stopping.set()
 
-    async def _release(self, source: str, destination: str) -> Mapping[str, int]:
-        async with self._session.post(f"{source}/release", json={"destination": destination}) as response:
+    async def _release(self, source: str, destination: str, version: str) -> Mapping[str, int]:
+        command = {"destination": destination, "version": version}
+        async with self._session.post(f"{source}/release", json=command) as response:
             response.raise_for_status()
             outcome: dict[str, int] = await response.json()
         return outcome

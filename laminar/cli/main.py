@@ -16,6 +16,7 @@ from laminar.cli import explain as explain_command
 from laminar.cli import logs as logs_command
 from laminar.cli import report as report_command
 from laminar.cli import run as run_commands
+from laminar.cli import scale as scale_command
 from laminar.cli import show as show_command
 from laminar.cli import status as status_command
 from laminar.errors import LaminarError
@@ -33,6 +34,7 @@ app.command(name="dashboard")(dashboard_command.dashboard)
 app.command(name="show")(show_command.show)
 app.command(name="report")(report_command.report)
 app.command(name="doctor")(doctor_command.doctor)
+app.command(name="scale")(scale_command.scale)
 app.command(name="check")(check_command.check)
 app.command(name="explain")(explain_command.explain)
 

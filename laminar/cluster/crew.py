@@ -42,6 +42,7 @@ class Crew:
         self._note_process = note_process
         self._workers: dict[int, RoleProcess] = {}
         self._workers_changed = asyncio.Condition()
+        self._retired: set[str] = set()
         self._ranks: list[RoleProcess] = []
         self._trainer_ended = asyncio.Event()
         self._trainer_ended.set()
@@ -66,11 +67,26 @@ class Crew:
             index: which one.
             first_evaluation: run with the version the worker starts on, before it can swap; once.
         """
+        self._retired.discard(f"rollout-{index}")
 
         async def life() -> None:
             await self._run_worker(index, first_evaluation if not self.restarts[f"rollout-{index}"] else None)
 
         await self._keep(f"rollout-{index}", life)
+
+    async def retire_worker(self, index: int) -> None:
+        """Stop one worker in order: it gives its groups back to the pool; it is not restarted. `keep_worker` may follow."""
+        name = f"rollout-{index}"
+        self._retired.add(name)
+        worker = self._workers.get(index)
+        if worker is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await worker.call("stop")
+        except (LaminarError, TimeoutError) as error:
+            logger.info("retiring %s: %s", name, error)
+        worker.kill()
 
     async def train(self) -> dict[str, Any]:
         """The trainer's lives, one after another, until one ends in order.
@@ -139,7 +155,7 @@ class Crew:
             except FATAL_ERRORS:
                 raise
             except LaminarError as error:
-                if self.is_stopping:
+                if self.is_stopping or role in self._retired:
                     return None
                 self.restarts[role] += 1
                 if self.restarts[role] > self._config.run.max_restarts:

@@ -35,6 +35,7 @@ from laminar.cluster.live_settings import LiveSettings
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
 from laminar.cluster.ray_cluster import RayCluster
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, cpus_needed
+from laminar.cluster.scaling import SPARE_WORKERS, Scaling
 from laminar.cluster.sentinel import Sentinel
 from laminar.config.root import LaminarConfig
 from laminar.control import Verb
@@ -148,7 +149,8 @@ class Supervisor:
         self._folder.update_state(redis_url=url)
 
         self._say("starting Ray")
-        cluster = RayCluster(self._config.cluster.ray_address, cpus_needed(self._config), state.run_id, Path(scratch))
+        num_cpus = cpus_needed(self._config) + SPARE_WORKERS * self._config.rollout.engine.num_threads
+        cluster = RayCluster(self._config.cluster.ray_address, num_cpus, state.run_id, Path(scratch))
         stack.callback(cluster.stop)
         self._catch_signals(stack)  # again, for Ray puts its own handler in place
         context = RoleContext("supervisor", state.run_id, state.token, url, self._folder.path.resolve())
@@ -210,6 +212,8 @@ class Supervisor:
         desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say, began)
         held_out = data.encoded_held_out()
         evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
+        workers = self._config.rollout.num_workers
+        scaling = Scaling(self._redis, context.run_id, workers, crew, telemetry, self._say)
         try:
             async with asyncio.TaskGroup() as group:
                 await observer.settle_last_life()
@@ -220,6 +224,7 @@ class Supervisor:
                     *([group.create_task(crew.keep_manager())] if self._config.rollout.wants_manager else []),
                     group.create_task(keeper.run()),
                     group.create_task(desk.run()),
+                    group.create_task(scaling.run()),
                 ]
                 await self._train(crew, evaluations, observer, live, group, background)
                 await crew.stop()

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from laminar.errors import DeadlineError, EngineError
 from laminar.types import FinishReason, SamplingParameters, WeightVersion
-from rollout.engines.client import EngineClient
+from rollout.engines.client import BrokenAnswerError, EngineClient
 from rollout.engines.emulated_model import EmulatedModel
 from rollout.engines.launch import EngineLaunch
 from rollout.engines.process import EngineProcess
@@ -270,6 +270,18 @@ async def test_closing_a_client_fails_the_requests_that_it_holds(shared, client)
     await leaving.close()
     with pytest.raises(EngineError, match="was closed"):
         await task
+
+
+async def test_closing_a_client_fails_its_answers_on_their_way_and_keeps_what_had_come(shared, client):
+    """A reader of a closed session would wait until the request's deadline, ten minutes."""
+    leaving, seen = shared.client(), asyncio.Event()
+    task = asyncio.create_task(leaving.generate(PROMPT, never_ending(1500), new_id(), lambda *_: seen.set()))
+    await asyncio.wait_for(seen.wait(), 20)
+    await leaving.close()
+    with pytest.raises(BrokenAnswerError, match="was closed") as caught:
+        await asyncio.wait_for(task, 20)
+    assert caught.value.received.num_tokens > 0
+    await eventually(lambda: nothing_left(client), "an empty engine")
 
 
 async def test_an_abort_of_a_queued_request_returns_nothing_sampled_also_during_a_pause(client):

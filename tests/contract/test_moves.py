@@ -461,15 +461,7 @@ async def test_the_manager_empties_a_draining_replica_which_then_swaps_while_the
         for node in (a, b):
             await node.tell(newest="0.1", is_draining=True)
 
-        async def release(source, destination):
-            command = {"destination": destination}
-            async with (
-                ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
-                session.post(f"{source}/release", json=command) as response,
-            ):
-                return await response.json()
-
-        manager = Repacker(RepackConfig(), RepackLimits(0.8, 1.0, 0, 64), release)
+        manager = Repacker(RepackConfig(), RepackLimits(0.8, 1.0, 0, 64), command_release)
         (move,) = await manager.consolidate(await a.directory.entries())
         source, other = (a, b) if move.source == "a" else (b, a)
         assert await asyncio.wait_for(swaps[0 if source is a else 1], 20)
@@ -481,6 +473,27 @@ async def test_the_manager_empties_a_draining_replica_which_then_swaps_while_the
     assert {*short.versions, *long.versions} == {V0}
     assert a.sampled + b.sampled == 2 * ANSWER_TOKENS
     assert (manager.tally.moved_trajectories, manager.tally.failed_moves) == (1, 0)
+
+
+async def command_release(source, destination, version):
+    async with (
+        ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+        session.post(f"{source}/release", json={"destination": destination, "version": version}) as response,
+    ):
+        return await response.json()
+
+
+async def test_a_command_that_comes_after_the_swap_moves_nothing(make_nodes):
+    """The plan was made while the source drained at version 0; now it holds 1 and has new work."""
+    a, b = await make_nodes("a", "b")
+    answer = Answer()
+    await a.replica.swap(V1)
+    async with playing(a, answer) as (_, task):
+        await answer.reach(5)
+        outcome = await command_release(a.harbour.url, b.harbour.url, "0.0")
+        assert outcome == {"moved": 0, "stayed": 0, "guests": 0}
+        assert a.num_open == 1
+        await task
 
 
 async def test_in_mode_turn_a_swap_waits_for_the_turn_and_the_next_turn_has_the_new_weights(make_nodes):

@@ -77,8 +77,9 @@ def entry(name, context, *, draining=True, version="0.0", num_open=4, admitted=1
 def repacker(outcomes):
     calls = []
 
-    async def release(source, destination):
+    async def release(source, destination, version):
         calls.append((source, destination))
+        assert version == "0.0"
         outcome = outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
