@@ -12,7 +12,7 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup sglang sglang-cpu demo test test-fast test-slow test-sglang lint clean
+.PHONY: setup sglang sglang-cpu demo test test-fast test-slow test-sglang test-browser lint clean
 
 setup: $(VENV)/.ready
 
@@ -65,10 +65,11 @@ demo: setup models/smollm2-135m/config.json models/addition/train.jsonl
 	$(BIN)/laminar run deploy/recipes/demo.toml
 
 test: test-fast models/tiny/config.json models/tiny-tools/config.json
+	$(BIN)/python -m pytest -q -m "e2e and not slow and not sglang" tests/contract
 	$(BIN)/python -m pytest -q -m "not slow and not sglang" tests/e2e
 
 test-fast: setup
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not sglang" tests/unit tests/contract tests/architecture
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not e2e and not slow and not sglang" tests/unit tests/contract tests/architecture
 
 test-slow: setup models/tiny/config.json models/tiny-tools/config.json
 	$(BIN)/python -m pytest -q -m slow
@@ -76,6 +77,10 @@ test-slow: setup models/tiny/config.json models/tiny-tools/config.json
 # The real SGLang server: the engine contract, and one run. About six minutes on two cores, after the environment is made.
 test-sglang: setup sglang-cpu models/tiny/config.json
 	$(BIN)/python -m pytest -q -m sglang
+
+# The dashboard of a real run in Debian's Chromium (`apt-get install chromium`). About three minutes on two cores.
+test-browser: setup models/tiny/config.json
+	$(BIN)/python -m pytest -q -m browser tests/browser
 
 lint: setup
 	$(BIN)/ruff check .

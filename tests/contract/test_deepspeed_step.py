@@ -234,6 +234,7 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(model_path, ranks, t
         checkpoint.load(folder, engine)
 
 
+@pytest.mark.e2e
 def test_two_ranks_train_as_one_at_every_zero_stage_and_resume(model_path, tmp_path, reference, ranks):
     store = TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
     command = [sys.executable, __file__, str(model_path), str(tmp_path), str(store.port)]

@@ -21,6 +21,8 @@ from rollout.recorder import PartialRecorder
 from rollout.replica import Replica
 from rollout.rewards.scorer import RewardScorer, Term
 
+pytestmark = pytest.mark.e2e
+
 V0 = WeightVersion(0, 0)
 ANSWER_TOKENS = 200
 NUM_MEMBERS = 6

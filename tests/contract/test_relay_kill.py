@@ -19,6 +19,8 @@ from laminar.types import WeightVersion
 from relay.puller import Puller, read_manifest, verify_folder
 from relay.store import WEIGHTS_NAME, VersionStore
 
+pytestmark = pytest.mark.e2e
+
 
 class PublisherChild:
     def __init__(self, root: Path, model_files: Path) -> None:

@@ -21,6 +21,8 @@ from laminar.types import WeightVersion
 from relay.publisher import Publisher
 from relay.store import VersionStore
 
+pytestmark = pytest.mark.e2e
+
 NAMES = ("master", "a", "b", "c", "d")
 NUM_VALUES = 300_000
 CHUNK_BYTES = 32_768
