@@ -76,11 +76,13 @@ class ExperienceStore:
     def batch(self, script: str, requests: Iterable[tuple[str, Mapping[str, Any], bytes]]) -> tuple[Any, ...]:
         """The command that runs a script for many (request id, arguments, payload), answered by a list.
 
-        They see one moment; settings and headers are read once; an error among the answers is a value.
+        They see one moment; settings and headers are read once; an error among the answers is a value. Ids and arguments
+        travel as one list: every argument of a command costs the client more than a trajectory's own fields.
         """
         _, digest = _script(script, repeated=True)
-        parts = [part for name, arguments, payload in requests for part in (name, _encoder.encode(arguments), payload)]
-        return ("EVALSHA", digest, 1, self.prefix, *parts)
+        rows = list(requests)
+        packed = _encoder.encode([(name, arguments) for name, arguments, _ in rows])
+        return ("EVALSHA", digest, 1, self.prefix, "", packed, *[payload for _, _, payload in rows])
 
     async def load(self, script: str, *, repeated: bool = False) -> None:
         """Give the script, or its form for many requests, to the server."""

@@ -60,13 +60,13 @@ class Submission:
         Raises:
             ExperienceError: a script refused, the server is away, or its memory stayed full.
         """
-        limit = asyncio.Semaphore(CALLS_UNDER_WAY)
+        limit, call_id = asyncio.Semaphore(CALLS_UNDER_WAY), new_request_id()
         parcels: list[_Parcel] = []
         num_bytes = 0
         try:
             async with asyncio.TaskGroup() as calls:
                 for place, trajectory in enumerate(trajectories):
-                    parcels.append(_parcel(place, trajectory, self._worker))
+                    parcels.append(_parcel(place, f"{call_id}.{place}", trajectory, self._worker))
                     num_bytes += len(parcels[-1].payload)
                     is_full = len(parcels) >= MAX_AT_ONCE or num_bytes >= MAX_BYTES_AT_ONCE
                     if is_full or place + 1 == len(trajectories):
@@ -96,11 +96,10 @@ class Submission:
             pause, waited = min(2 * pause, LONGEST_PAUSE_SECONDS), time.monotonic() - started
 
 
-def _parcel(place: int, trajectory: Trajectory, worker: str) -> _Parcel:
+def _parcel(place: int, request_id: str, trajectory: Trajectory, worker: str) -> _Parcel:
     failure = trajectory.failure
     good = failure is None
     numbers = [version.number for version in trajectory.versions()] or [0]
-    request_id = new_request_id()
     payload = encode_trajectory(trajectory) if good else b""
     return _Parcel(
         place=place,

@@ -1,12 +1,12 @@
--- Runs a script's body for many requests: id, arguments and payload in turn. Answers a list, in which an error is a value.
+-- Runs a script's body for many requests: all ids and arguments as one list, then the payloads. Answers a list, in which an error is a value.
 local function once()
 -- BODY
 end
 
 late = { counts = {}, headers = {} }
 local answers = {}
-for i = 1, #ARGV, 3 do
-  request, args, payload = ARGV[i], unpack_value(ARGV[i + 1]), ARGV[i + 2]
+for i, one in ipairs(args) do
+  request, args, payload = one[1], one[2], ARGV[i + 2]
   answers[#answers + 1] = once()
 end
 local written = late
