@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 EMULATED = (
     "trainer.kind=emulated",
