@@ -105,13 +105,13 @@ def build_root(spec: dict) -> None:
     shown = [path for path in shown if not any(path != other and path.startswith(other + "/") for other in shown)]
     for path in (*dict.fromkeys(shown), *DEVICES):
         bind(path, root)
-    for name in ("box", "proc", "old", "tmp"):
+    for name in ("box", "proc", "old"):
         os.mkdir(f"{root}/{name}")
     user, group = spec["user"]
     settings = f"size={spec['disk_bytes']},mode=700,uid={user},gid={group}"
     mount("tmpfs", f"{root}/box", "tmpfs", MS_NOSUID | MS_NODEV, settings)
-    os.rmdir(f"{root}/tmp")
-    os.symlink("box", f"{root}/tmp")
+    if not os.path.lexists(f"{root}/tmp"):  # it is there if the interpreter lies in the machine's own
+        os.symlink("box", f"{root}/tmp")
     with contextlib.suppress(OSError):  # not every container allows it; programs rarely need it
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV)
     check(LIBC.syscall(PIVOT_ROOT, root.encode(), f"{root}/old".encode()), "pivot_root")

@@ -173,22 +173,20 @@ def _warn_once() -> None:
 
 async def _run_in(folder: str, program: Program, limits: Limits, isolated: bool) -> Outcome:
     told, tell = os.pipe()
-    try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", "-B", str(_JAIL), str(tell),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            pass_fds=(tell,), start_new_session=True, env={}, cwd="/",
-        )  # fmt: skip
-    except BaseException:
-        os.close(told)
-        raise
-    finally:
-        os.close(tell)
-    try:
-        return await _attend(process, told, _specification(folder, program, limits, isolated), limits, isolated)
-    finally:
-        os.close(told)
-        await _end(process)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, told)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", "-B", str(_JAIL), str(tell),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                pass_fds=(tell,), start_new_session=True, env={}, cwd="/",
+            )  # fmt: skip
+        finally:
+            os.close(tell)
+        try:
+            return await _attend(process, told, _specification(folder, program, limits, isolated), limits, isolated)
+        finally:
+            await _end(process)
 
 
 async def _attend(process: asyncio.subprocess.Process, told: int, text: bytes, limits: Limits, isolated: bool) -> Outcome:
