@@ -1,7 +1,7 @@
 """An engine's stream of tokens as segments."""
 
 from laminar.types import WeightVersion, sampled
-from rollout.engines.client import OnTokens
+from rollout.engines.answers import OnTokens
 from rollout.generation import OnSegment
 
 

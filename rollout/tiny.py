@@ -43,6 +43,22 @@ def make_model(folder: Path, seed: int = 0) -> int:
     Returns:
         The number of parameters.
     """
+    model = make_llama(VOCABULARY, end=END, pad=PAD, seed=seed)
+    model.save_pretrained(folder)
+    _make_tokenizer(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_llama(vocabulary: Mapping[str, int], *, end: str, pad: str, seed: int, **settings: Any) -> Any:
+    """A Llama of two layers and 64 dimensions, fresh from the seed, for a vocabulary of words.
+
+    Args:
+        vocabulary: word to id.
+        end: the word that ends an answer.
+        pad: the word that fills rows.
+        seed: of the weights.
+        settings: more of `transformers.LlamaConfig`.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -50,7 +66,7 @@ def make_model(folder: Path, seed: int = 0) -> int:
     transformers_logging.disable_progress_bar()
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
+        vocab_size=len(vocabulary),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -59,13 +75,11 @@ def make_model(folder: Path, seed: int = 0) -> int:
         max_position_embeddings=128,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=VOCABULARY[END],
-        pad_token_id=VOCABULARY[PAD],
+        eos_token_id=vocabulary[end],
+        pad_token_id=vocabulary[pad],
+        **settings,
     )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    _make_tokenizer(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return LlamaForCausalLM(config)
 
 
 def _make_tokenizer(folder: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.tiny import write_jsonl
+from rollout.tiny import make_llama, write_jsonl
 from rollout.tools.calculator import calculate
 from rollout.tools.calls import write_call
 
@@ -59,27 +59,8 @@ def make_model(folder: Path, rows: Sequence[Row], seed: int = 0) -> int:
     Returns:
         The number of parameters.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.1,  # larger than usual: copying is learned within a hundred updates
-        bos_token_id=None,
-        eos_token_id=VOCABULARY[END],
-        pad_token_id=VOCABULARY[PAD],
-    )
-    model = LlamaForCausalLM(config)
+    # Larger first weights than usual: copying is learned within a hundred updates.
+    model = make_llama(VOCABULARY, end=END, pad=PAD, seed=seed, initializer_range=0.1)
     tokenizer = _make_tokenizer(folder)
     _teach(model, tokenizer, rows, random.Random(seed))
     model.save_pretrained(folder)

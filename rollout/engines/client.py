@@ -10,15 +10,15 @@ This module knows neither torch nor processes.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
-import numpy as np
 
 from laminar.errors import DeadlineError, EngineError
-from laminar.types import FinishReason, Int32Array, SamplingParameters, Segment, WeightVersion, sampled
+from laminar.types import FinishReason, Int32Array, SamplingParameters, WeightVersion
+from rollout.engines.answers import AnswerStream, OnTokens, read_answer
 from rollout.engines.weights_file import TensorForms, check_same_forms, read_forms
 from rollout.engines.wire import EngineLoad, PauseMode
 from rollout.generation import Generation
@@ -26,9 +26,6 @@ from rollout.generation import Generation
 REQUEST_ID_LENGTH = 32
 """All ids have one length: SGLang aborts by prefix, so a shorter id would take longer ones with it."""
 RUN_HEADER = "X-Laminar-Run"
-
-OnTokens = Callable[[list[int], list[float], WeightVersion], None]
-"""Called with the ids, log-probs and version of every batch of new tokens."""
 
 
 class BrokenAnswerError(EngineError):
@@ -175,7 +172,7 @@ class EngineClient:
             "extra_key": "" if self._version is None else str(self._version),
         }
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, stream: "AnswerStream") -> dict[str, Any]:
+    async def _read_stream(self, response: aiohttp.ClientResponse, stream: AnswerStream) -> dict[str, Any]:
         """The whole answer of a stream; once its last part has come, the connection's end does not matter."""
         try:
             async for line in response.content:
@@ -316,49 +313,6 @@ class EngineClient:
             raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
 
 
-class AnswerStream:
-    """A streamed answer as it grows, whether its parts are increments or repeat what came before."""
-
-    def __init__(self, on_tokens: OnTokens) -> None:
-        self.ids: list[int] = []
-        self._triples: list[Any] = []
-        self._meta: dict[str, Any] = {}
-        self._on_tokens = on_tokens
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the last part has come."""
-        return bool(self._meta.get("finish_reason"))
-
-    def add(self, answer: dict[str, Any]) -> None:
-        """Take one part, and pass on its new tokens, once for each version among them."""
-        known, meta = len(self.ids), answer["meta_info"]
-        start = meta.get("completion_tokens", known) - len(answer["output_ids"])
-        self.ids[start:] = answer["output_ids"]
-        self._triples[start:] = meta.get("output_token_logprobs") or []
-        self._meta = meta
-        if len(self.ids) == len(self._triples):
-            for span in spans_of(meta, len(self.ids)):
-                new = slice(max(span["start"], known), span["end"])
-                if ids := self.ids[new]:
-                    logprobs = [triple[0] for triple in self._triples[new]]
-                    self._on_tokens(ids, logprobs, WeightVersion.parse(span["version"]))
-
-    def whole(self) -> dict[str, Any]:
-        """The answer as if it had not been streamed."""
-        return {"output_ids": self.ids, "meta_info": self._meta | {"output_token_logprobs": self._triples}}
-
-    def broken_off(self) -> dict[str, Any]:
-        """What has come, as an aborted answer."""
-        self._meta["finish_reason"] = {"type": "abort", "message": "the stream broke off"}
-        return self.whole()
-
-
-def spans_of(meta: dict[str, Any], num_tokens: int) -> list[dict[str, Any]]:
-    """Which version sampled which tokens: version, start, end."""
-    return meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
-
-
 def error_text(text: str) -> str:
     """The message inside an error answer, or the answer itself."""
     try:
@@ -367,42 +321,3 @@ def error_text(text: str) -> str:
         return text[:2000]
     error = content.get("error", content) if isinstance(content, dict) else content
     return str(error.get("message", error) if isinstance(error, dict) else error)
-
-
-def read_answer(answer: dict[str, Any], *, masked_heads: bool, sent_under: WeightVersion | None = None) -> Generation:
-    """The generation in an answer of the protocol.
-
-    Args:
-        answer: `output_ids` and `meta_info`.
-        masked_heads: whether the first token of every later version is kept out of the loss (in-place swaps).
-        sent_under: the version when the request was sent; with another one, even the first token is a later version's.
-
-    Raises:
-        EngineError: if counts or spans do not fit.
-    """
-    meta = answer["meta_info"]
-    ids = answer["output_ids"]
-    triples = meta.get("output_token_logprobs") or []
-    expected = meta.get("completion_tokens", len(ids))
-    if not len(ids) == len(triples) == expected or any(t[1] != i for t, i in zip(triples, ids, strict=True)):
-        raise EngineError(
-            f"request {meta.get('id')}: {len(ids)} ids, {len(triples)} log-probs, {expected} counted; they must match"
-        )
-    logprobs = np.array([triple[0] for triple in triples], np.float32)
-    if not bool(np.isfinite(logprobs).all()):
-        raise EngineError(f"request {meta.get('id')}: a log-prob is not finite")
-    segments: list[Segment] = []
-    spans = spans_of(meta, len(ids))
-    covered = 0
-    for span in spans:
-        start, end = span["start"], span["end"]
-        if start != covered or not start <= end <= len(ids):
-            raise EngineError(f"request {meta.get('id')}: version spans {spans} do not cover {len(ids)} tokens")
-        covered = end
-        if end > start:
-            version = WeightVersion.parse(span["version"])
-            is_later = bool(segments) or (sent_under is not None and version != sent_under)
-            segments.append(sampled(ids[start:end], logprobs[start:end], version, int(masked_heads and is_later)))
-    if covered != len(ids):
-        raise EngineError(f"request {meta.get('id')}: version spans {spans} do not cover {len(ids)} tokens")
-    return Generation(tuple(segments), FinishReason(meta["finish_reason"]["type"]), int(meta.get("cached_tokens") or 0))

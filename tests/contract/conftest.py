@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,3 +83,23 @@ def ranks() -> "Iterator[Ranks]":
     alone = join_ranks(0, 1)
     yield alone
     alone.leave()
+
+
+@pytest.fixture
+def run_two_ranks() -> Callable[..., None]:
+    """Run a test file as two ranks: `FILE MODEL FOLDER PORT RANK`; both must end in order."""
+
+    def run(program: str, model: Path, folder: Path, seconds: float = 240.0) -> None:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+        command = [sys.executable, program, str(model), str(folder), str(store.port)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        children = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+        try:
+            assert [child.wait(timeout=seconds) for child in children] == [0, 0]
+        finally:
+            for child in children:
+                child.kill()
+
+    return run

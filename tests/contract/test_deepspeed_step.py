@@ -4,9 +4,7 @@ The file is its own rank program: the tests of two ranks start it twice.
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -235,16 +233,8 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(model_path, ranks, t
 
 
 @pytest.mark.e2e
-def test_two_ranks_train_as_one_at_every_zero_stage_and_resume(model_path, tmp_path, reference, ranks):
-    store = TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
-    command = [sys.executable, __file__, str(model_path), str(tmp_path), str(store.port)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    children = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    try:
-        assert [child.wait(timeout=240) for child in children] == [0, 0]
-    finally:
-        for child in children:
-            child.kill()
+def test_two_ranks_train_as_one_at_every_zero_stage_and_resume(model_path, tmp_path, reference, ranks, run_two_ranks):
+    run_two_ranks(__file__, model_path, tmp_path)
     for rank in range(2):
         result = json.loads((tmp_path / f"rank{rank}.json").read_text())
         for case in ("zero0", "zero1", "zero2", "resumed"):

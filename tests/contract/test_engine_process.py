@@ -12,7 +12,8 @@ import pytest
 
 from laminar.errors import ConfigError, DeadlineError, EngineError
 from laminar.types import FinishReason, WeightVersion
-from rollout.engines.client import EngineClient, read_answer
+from rollout.engines.answers import read_answer
+from rollout.engines.client import EngineClient
 from rollout.engines.launch import SGLANG_LAUNCH, EngineLaunch, sglang_command
 from rollout.engines.process import EngineProcess
 

@@ -3,8 +3,6 @@
 The file is its own rank program: the test of two ranks starts it twice.
 """
 
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -119,16 +117,8 @@ def test_a_damaged_step_ends_the_replay_and_what_lies_above_it_is_removed(model_
 
 
 @pytest.mark.slow
-def test_two_ranks_replay_together_from_the_same_files(model_path, tmp_path):
-    store = TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
-    command = [sys.executable, __file__, str(model_path), str(tmp_path), str(store.port)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    children = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    try:
-        assert [child.wait(timeout=120) for child in children] == [0, 0]
-    finally:
-        for child in children:
-            child.kill()
+def test_two_ranks_replay_together_from_the_same_files(model_path, tmp_path, run_two_ranks):
+    run_two_ranks(__file__, model_path, tmp_path)
     for rank in range(2):
         before = load_file(tmp_path / f"before-{rank}.safetensors")
         after = load_file(tmp_path / f"after-{rank}.safetensors")
