@@ -198,8 +198,44 @@ def _read_gloo(pipe: Connection, index: int, num_bytes: int, where: str) -> None
         pipe.recv()
 
 
+def ray_object_store(num_bytes: int, repeats: int) -> float:
+    """`ray.put` once, `ray.get` by four actors of the same machine, each copying into touched memory."""
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=(repeats + 1) * num_bytes)
+    source = _touched(num_bytes).numpy()
+    try:
+        readers = [ray.remote(num_cpus=0)(_RayReader).remote(num_bytes) for _ in range(NUM_READERS)]
+        ray.get([reader.ready.remote() for reader in readers], timeout=DEADLINE_SECONDS)
+        seconds = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            reference = ray.put(source)
+            ray.get([reader.read.remote([reference]) for reader in readers], timeout=DEADLINE_SECONDS)
+            seconds.append(time.perf_counter() - started)
+            del reference
+        return min(seconds)
+    finally:
+        ray.shutdown()
+
+
+class _RayReader:
+    def __init__(self, num_bytes: int) -> None:
+        torch.set_num_threads(1)
+        self._target = _touched(num_bytes).numpy()
+
+    def ready(self) -> bool:
+        return True
+
+    def read(self, references: list[Any]) -> None:
+        import ray
+
+        self._target[:] = ray.get(references[0])
+
+
 PEERS: dict[str, Callable[[int, int], float]] = {
     "redis_chunks": redis_chunks,
     "disk_file": disk_file,
     "gloo_broadcast": gloo_broadcast,
+    "ray_object_store": ray_object_store,
 }
