@@ -28,19 +28,34 @@ Reader = Callable[[Connection, int, int, str], None]
 """Says it is ready, waits for a word, reads everything, says it is done: (pipe, index, bytes, where)."""
 
 
-def _touched(num_bytes: int) -> torch.Tensor:
+Enter = Callable[[int], None]
+"""Moves a process onto the machine of that number; 0 is the sender's."""
+
+
+def stay(index: int) -> None:
+    """All on one machine."""
+
+
+def touched(num_bytes: int) -> torch.Tensor:
+    """Memory whose pages are there."""
     return torch.ones(num_bytes, dtype=torch.uint8)
 
 
-def _with_readers(
-    reader: Reader, num_readers: int, num_bytes: int, where: str, send: Callable[[], None], repeats: int
+def with_readers(
+    reader: Reader,
+    num_readers: int,
+    num_bytes: int,
+    where: str,
+    send: Callable[[], None],
+    repeats: int,
+    enter: Enter = stay,
 ) -> float:
     """Best seconds of several rounds: all readers are told to read, `send` sends, and the last says it is done."""
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for index in range(num_readers):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_loop, args=(reader, theirs, index, num_bytes, where), daemon=True)
+        process = context.Process(target=_loop, args=(reader, theirs, index, num_bytes, where, enter), daemon=True)
         process.start()
         pipes.append(mine)
         processes.append(process)
@@ -63,7 +78,8 @@ def _with_readers(
             process.join()
 
 
-def _loop(reader: Reader, pipe: Connection, index: int, num_bytes: int, where: str) -> None:
+def _loop(reader: Reader, pipe: Connection, index: int, num_bytes: int, where: str, enter: Enter) -> None:
+    enter(index + 1)
     os.sched_setaffinity(0, {(index + 1) % (os.cpu_count() or 1)})
     torch.set_num_threads(1)
     reader(pipe, index, num_bytes, where)
@@ -77,7 +93,7 @@ def _expect(pipe: Connection) -> None:
 
 def raw_stream(num_bytes: int, repeats: int) -> float:
     """One TCP stream from touched memory into touched memory, on this machine's two cores."""
-    source = memoryview(_touched(num_bytes).numpy())
+    source = memoryview(touched(num_bytes).numpy())
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, port = server.getsockname()
         accepted: list[socket.socket] = []
@@ -88,7 +104,7 @@ def raw_stream(num_bytes: int, repeats: int) -> float:
             accepted[0].sendall(source)
 
         try:
-            return _with_readers(_read_socket, 1, num_bytes, f"{host} {port}", send, repeats)
+            return with_readers(_read_socket, 1, num_bytes, f"{host} {port}", send, repeats)
         finally:
             for connection in accepted:
                 connection.close()
@@ -96,7 +112,7 @@ def raw_stream(num_bytes: int, repeats: int) -> float:
 
 def _read_socket(pipe: Connection, index: int, num_bytes: int, where: str) -> None:
     host, port = where.split()
-    target = memoryview(_touched(num_bytes).numpy())
+    target = memoryview(touched(num_bytes).numpy())
     pipe.send("ready")
     connection = None
     while pipe.recv():
@@ -107,11 +123,15 @@ def _read_socket(pipe: Connection, index: int, num_bytes: int, where: str) -> No
         pipe.send("done")
 
 
-def redis_chunks(num_bytes: int, repeats: int) -> float:
+def redis_chunks(num_bytes: int, repeats: int, enter: Enter = stay, host: str = "") -> float:
     """16 MB values in the bundled Valkey: written once, read by each reader."""
-    source = memoryview(_touched(num_bytes).numpy())
+    source = memoryview(touched(num_bytes).numpy())
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer(Path(folder)) as server:
         client = redis.Redis.from_url(server.url)
+        where = server.url
+        if host:
+            client.config_set("bind", f"127.0.0.1 {host}")
+            where = server.tcp_url.replace("127.0.0.1", host)
         rounds = iter(range(repeats))
 
         def send() -> None:
@@ -119,12 +139,12 @@ def redis_chunks(num_bytes: int, repeats: int) -> float:
             for start in range(0, num_bytes, PIECE_BYTES):
                 client.set(f"{turn}:{start}", bytes(source[start : start + PIECE_BYTES]))
 
-        return _with_readers(_read_redis, NUM_READERS, num_bytes, server.url, send, repeats)
+        return with_readers(_read_redis, NUM_READERS, num_bytes, where, send, repeats, enter)
 
 
 def _read_redis(pipe: Connection, index: int, num_bytes: int, where: str) -> None:
     client = redis.Redis.from_url(where)
-    target = memoryview(_touched(num_bytes).numpy())
+    target = memoryview(touched(num_bytes).numpy())
     pipe.send("ready")
     turn = 0
     while pipe.recv():
@@ -138,7 +158,7 @@ def _read_redis(pipe: Connection, index: int, num_bytes: int, where: str) -> Non
 
 def disk_file(num_bytes: int, repeats: int) -> float:
     """A safetensors file on disk: saved, then loaded by each reader."""
-    source = {"a": _touched(num_bytes)}
+    source = {"a": touched(num_bytes)}
     with tempfile.TemporaryDirectory() as folder:
         rounds = iter(range(repeats))
 
@@ -147,11 +167,11 @@ def disk_file(num_bytes: int, repeats: int) -> float:
             save_file(source, path.with_suffix(".partial"))
             path.with_suffix(".partial").rename(path)
 
-        return _with_readers(_read_file, NUM_READERS, num_bytes, folder, send, repeats)
+        return with_readers(_read_file, NUM_READERS, num_bytes, folder, send, repeats)
 
 
 def _read_file(pipe: Connection, index: int, num_bytes: int, where: str) -> None:
-    target = _touched(num_bytes)
+    target = touched(num_bytes)
     pipe.send("ready")
     turn = 0
     while pipe.recv():
@@ -163,9 +183,9 @@ def _read_file(pipe: Connection, index: int, num_bytes: int, where: str) -> None
         pipe.send("done")
 
 
-def gloo_broadcast(num_bytes: int, repeats: int) -> float:
+def gloo_broadcast(num_bytes: int, repeats: int, enter: Enter = stay) -> float:
     """`torch.distributed.broadcast` by gloo among five processes."""
-    source = _touched(num_bytes)
+    source = touched(num_bytes)
     with tempfile.TemporaryDirectory() as folder:
         where = f"file://{folder}/meeting"
         joined: list[Any] = []
@@ -176,7 +196,8 @@ def gloo_broadcast(num_bytes: int, repeats: int) -> float:
             torch.distributed.broadcast(source, 0)
 
         try:
-            return _with_readers(_read_gloo, NUM_READERS, num_bytes, where, send, repeats + 1)  # the first round connects
+            # the first round connects
+            return with_readers(_read_gloo, NUM_READERS, num_bytes, where, send, repeats + 1, enter)
         finally:
             if joined:
                 torch.distributed.destroy_process_group()
@@ -188,7 +209,7 @@ def _join(where: str, rank: int) -> bool:
 
 
 def _read_gloo(pipe: Connection, index: int, num_bytes: int, where: str) -> None:
-    target = _touched(num_bytes)
+    target = touched(num_bytes)
     pipe.send("ready")
     pipe.recv()
     _join(where, index + 1)
@@ -203,7 +224,7 @@ def ray_object_store(num_bytes: int, repeats: int) -> float:
     import ray
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=(repeats + 1) * num_bytes)
-    source = _touched(num_bytes).numpy()
+    source = touched(num_bytes).numpy()
     try:
         readers = [ray.remote(num_cpus=0)(_RayReader).remote(num_bytes) for _ in range(NUM_READERS)]
         ray.get([reader.ready.remote() for reader in readers], timeout=DEADLINE_SECONDS)
@@ -222,7 +243,7 @@ def ray_object_store(num_bytes: int, repeats: int) -> float:
 class _RayReader:
     def __init__(self, num_bytes: int) -> None:
         torch.set_num_threads(1)
-        self._target = _touched(num_bytes).numpy()
+        self._target = touched(num_bytes).numpy()
 
     def ready(self) -> bool:
         return True
