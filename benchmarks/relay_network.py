@@ -9,7 +9,7 @@ counted. Side by side, best of several rounds each:
 - redis: 16 MB values in Valkey on the trainer's machine, read by each.
 - storage: a safetensors file that a server on the trainer's machine hands to each, as shared storage does.
 
-Ray's object store is not among them (one raylet a namespace would have to be started); `benchmarks.relay` has it on one machine.
+Ray's object store is not among them (it would need a raylet in each namespace); `benchmarks.relay` has it on one machine.
 Bar: the relays' time over the fastest of the others', at most 1. The printed value is that ratio.
 """
 
@@ -17,6 +17,7 @@ import argparse
 import functools
 import http.client
 import http.server
+import itertools
 import json
 import multiprocessing
 import os
@@ -38,7 +39,6 @@ MEGABYTES = 64
 BYTES_PER_SECOND = 100e6
 BAR = 1.0
 PORT = 8799
-FILE_NAME = "model.safetensors"
 
 
 def relays(machines: Machines, repeats: int) -> float:
@@ -60,28 +60,20 @@ def storage(machines: Machines, repeats: int) -> float:
 
     source = {"a": touched(MEGABYTES * 1024**2)}
     with tempfile.TemporaryDirectory() as folder:
-        server = multiprocessing.get_context("fork").Process(
-            target=_serve_files, args=(machines.host(0), folder), daemon=True
-        )
+        context, where = multiprocessing.get_context("fork"), machines.host(0)
+        server = context.Process(target=_serve_files, args=(where, folder), daemon=True)
         server.start()
+        turns = iter(range(repeats))
+
+        def send() -> None:
+            save_file(source, Path(folder) / "partial")
+            (Path(folder) / "partial").rename(Path(folder) / f"{next(turns)}.safetensors")
+
         try:
-            return with_readers(
-                _read_http,
-                NUM_READERS,
-                source["a"].nbytes,
-                machines.host(0),
-                lambda: _save(save_file, source, Path(folder)),
-                repeats,
-                machines.enter,
-            )
+            return with_readers(_read_http, NUM_READERS, source["a"].nbytes, where, send, repeats, machines.enter)
         finally:
             server.kill()
             server.join()
-
-
-def _save(save_file: Callable, source: dict[str, torch.Tensor], folder: Path) -> None:
-    save_file(source, folder / "partial")
-    (folder / "partial").rename(folder / FILE_NAME)
 
 
 class _Files(http.server.SimpleHTTPRequestHandler):
@@ -97,10 +89,11 @@ def _serve_files(host: str, folder: str) -> None:
 def _read_http(pipe: Connection, index: int, num_bytes: int, where: str) -> None:
     target = memoryview(touched(num_bytes + 4096).numpy())
     pipe.send("ready")
-    while pipe.recv():
+    for turn in itertools.count():
+        pipe.recv()
         while True:
             connection = http.client.HTTPConnection(where, PORT, timeout=30)
-            connection.request("GET", f"/{FILE_NAME}")
+            connection.request("GET", f"/{turn}.safetensors")
             response = connection.getresponse()
             if response.status == 200:
                 break
