@@ -47,8 +47,8 @@ class MooncakeTransport:
     """
 
     def __init__(self, host: str) -> None:
-        self._heads = ZmqTransport(host)
         self._engine = _open_engine(host)
+        self._heads = ZmqTransport(host)
         self._name = f"{host}:{self._engine.get_rpc_port()}"
 
     async def start(self) -> str:

@@ -1,5 +1,7 @@
 """What the settings say of relays: transports by name, one more slot where weights travel."""
 
+import sys
+
 import pytest
 
 from laminar.config.check import check_config
@@ -7,7 +9,8 @@ from laminar.config.check_plugins import plugin_faults
 from laminar.config.explain import explain
 from laminar.config.root import LaminarConfig
 from laminar.config.sizes import num_weight_slots
-from laminar.errors import ConfigError
+from laminar.errors import ConfigError, EnvironmentSetupError
+from relay.transports.mooncake import MooncakeTransport
 
 
 def config(**sections) -> LaminarConfig:
@@ -34,6 +37,15 @@ def test_a_cluster_has_one_more_slot_for_the_version_that_is_passed_on():
     assert num_weight_slots(cluster) == num_weight_slots(alone) + 1
     assert "1 being passed on" in " ".join(explain(cluster).split())
     assert "passed on" not in explain(alone)
+
+
+def test_a_transport_that_cannot_be_loaded_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(
+        EnvironmentSetupError, match=r"laminar-rl\[mooncake\].*libibverbs1, libnl-3-200 and libnl-route-3-200"
+    ):
+        MooncakeTransport("127.0.0.1")
 
 
 def config_faults(tree) -> list[str]:
