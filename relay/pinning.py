@@ -29,11 +29,11 @@ def pin_slots(slots: Sequence[Slot]) -> list[Slot]:
 def unpin_slots(slots: Sequence[Slot]) -> None:
     """Undo `pin_slots`."""
     for slot in slots:
-        torch.cuda.cudart().cudaHostUnregister(_address(slot))  # type: ignore[attr-defined]
+        torch.cuda.cudart().cudaHostUnregister(_address(slot))
 
 
 def _register(slot: Slot) -> bool:
-    return int(torch.cuda.cudart().cudaHostRegister(_address(slot), len(slot.buffer), 0)) == 0  # type: ignore[attr-defined]
+    return int(torch.cuda.cudart().cudaHostRegister(_address(slot), len(slot.buffer), 0)) == 0
 
 
 def _address(slot: Slot) -> int:

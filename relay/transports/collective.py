@@ -185,7 +185,7 @@ def _gloo_group(place: PrefixStore, rank: int, host: str) -> Any:
 
 
 def _nccl_group(place: PrefixStore, rank: int) -> Any:
-    from torch.distributed import ProcessGroupNCCL  # type: ignore[attr-defined]
+    from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=STEP_SECONDS)
