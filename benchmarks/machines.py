@@ -58,6 +58,10 @@ class Machines:
             _run("tc", "qdisc", "add", "dev", cable, *shape)  # what it receives
             _run(*inside, "tc", "qdisc", "add", "dev", CARD, *shape)  # what it sends
 
+    def set_cable(self, index: int, *, plugged: bool) -> None:
+        """Cut a machine off, without a word to anybody, or connect it again."""
+        _run("ip", "link", "set", f"{self._name}{index}", "up" if plugged else "down")
+
     def remove(self) -> None:
         """Take them away; harmless when there are none."""
         for index in range(self.count):
@@ -67,17 +71,25 @@ class Machines:
 
 @contextmanager
 def simulated_machines(count: int, bytes_per_second: float) -> Iterator[Machines]:
-    """Machines, with this thread on number 0 until the end."""
+    """Machines, until the end; this thread stays where it is."""
     machines = Machines(count, bytes_per_second)
-    home = os.open("/proc/self/ns/net", os.O_RDONLY)
     try:
         machines.build()
-        machines.enter(0)
         yield machines
+    finally:
+        machines.remove()
+
+
+@contextmanager
+def on_machine(machines: Machines, index: int) -> Iterator[None]:
+    """This thread, and what it starts meanwhile, on a machine."""
+    home = os.open("/proc/self/ns/net", os.O_RDONLY)
+    try:
+        machines.enter(index)
+        yield
     finally:
         _set_namespace(home)
         os.close(home)
-        machines.remove()
 
 
 def _enter(path: Path) -> None:

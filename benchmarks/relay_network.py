@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machines import CARD, Machines, simulated_machines
+from benchmarks.machines import CARD, Machines, on_machine, simulated_machines
 from benchmarks.relay import model
 from benchmarks.relay_nodes import running_chain
 from benchmarks.relay_sides import NUM_READERS, gloo_broadcast, redis_chunks, touched, with_readers
@@ -115,7 +115,7 @@ def main() -> int:
     os.environ["GLOO_SOCKET_IFNAME"] = CARD
     started, num_bytes, seconds = time.perf_counter(), MEGABYTES * 1024**2, {}
     try:
-        with simulated_machines(NUM_READERS + 1, BYTES_PER_SECOND) as machines:
+        with simulated_machines(NUM_READERS + 1, BYTES_PER_SECOND) as machines, on_machine(machines, 0):
             arms: dict[str, Callable[[], float]] = {
                 "relays": lambda: relays(machines, repeats),
                 "gloo": lambda: gloo_broadcast(num_bytes, repeats, machines.enter),
