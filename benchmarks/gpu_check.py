@@ -58,7 +58,7 @@ def main(count_gpus: Callable[[], int] = torch.cuda.device_count) -> int:
         print("there is no GPU that PyTorch can use here, so nothing was checked")
         return NO_GPU
     if options.only:
-        gpu_checks.CHECKS[options.only](options.sglang_python)
+        gpu_checks.CHECKS[options.only](gpu_checks.Place(options.sglang_python))
         return 0
     skipped = reasons_to_skip(num_gpus, options.sglang_python)
     outcomes = {}

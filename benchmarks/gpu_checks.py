@@ -1,6 +1,6 @@
 """The checks of `benchmarks.gpu_check`, each for a process of its own; a check that fails raises.
 
-On a machine without a GPU nothing here has ever run.
+Nothing here has run on a GPU yet; without one, the same code runs on the CPU in tests (gloo instead of NCCL, no pinning).
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import multiprocessing.connection
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +34,35 @@ BODY_BYTES = 64 * 1024**2
 EDGE_SECONDS = 120.0
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where checks run.
+
+    Attributes:
+        sglang_python: interpreter of SGLang's environment.
+        on_gpu: false in tests: the same code without a GPU.
+    """
+
+    sglang_python: str = ""
+    on_gpu: bool = True
+
+    def device(self, index: int) -> str:
+        """Name of a device."""
+        return f"cuda:{index}" if self.on_gpu else "cpu"
+
+    def settle(self) -> None:
+        """Wait for what was started on the GPU."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
 def require(condition: bool, what: str) -> None:
     """Raise if a check does not hold."""
     if not condition:
         raise RuntimeError(what)
 
 
-def check_pinned(_: str) -> None:
+def check_pinned(place: Place) -> None:
     """A slot is registered once, and its tensors reach the GPU as they are."""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as root:
         store, publisher = _store(Path(root), write_tiny_model(Path(root) / "model"))
@@ -47,19 +70,21 @@ def check_pinned(_: str) -> None:
         publisher.publish(WeightVersion(0, 1), values.items())
         slots = Slots()
         for _ in range(2):
-            stored = slots.tensors(store.folder_of(WeightVersion(0, 1)) / WEIGHTS_NAME, pinned=True)
-            require(all(tensor.is_pinned() for tensor in stored.values()), "the slot is not pinned memory")
+            stored = slots.tensors(store.folder_of(WeightVersion(0, 1)) / WEIGHTS_NAME, pinned=place.on_gpu)
+            are_pinned = not place.on_gpu or all(tensor.is_pinned() for tensor in stored.values())
+            require(are_pinned, "the slot is not pinned memory")
             for name, tensor in stored.items():
-                there = tensor.cuda(non_blocking=True)
-                torch.cuda.synchronize()
+                there = tensor.to(place.device(0), non_blocking=True)
+                place.settle()
                 require(torch.equal(there.cpu(), values[name]), f"{name} did not arrive as it was")
 
 
-def check_publish(_: str) -> None:
+def check_publish(place: Place) -> None:
     """Tensors of the GPU reach the store as they are."""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as root:
         store, publisher = _store(Path(root), write_tiny_model(Path(root) / "model"))
-        values = {"a": torch.randn(3000, 1000, device="cuda"), "b": torch.randn(77, device="cuda")}
+        device = place.device(0)
+        values = {"a": torch.randn(3000, 1000, device=device), "b": torch.randn(77, device=device)}
         publisher.publish(WeightVersion(0, 1), values.items())
         Puller(store).verify(WeightVersion(0, 1))
         stored = Slots().tensors(store.folder_of(WeightVersion(0, 1)) / WEIGHTS_NAME, pinned=False)
@@ -68,25 +93,25 @@ def check_publish(_: str) -> None:
         )
 
 
-def check_collective(_: str) -> None:
+def check_collective(place: Place) -> None:
     """A body goes from one process's GPU to another's by NCCL, and a dead end is noticed."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    peer = context.Process(target=_serve_edge, args=(theirs,), daemon=True)
+    peer = context.Process(target=_serve_edge, args=(theirs, place), daemon=True)
     peer.start()
     require(mine.poll(EDGE_SECONDS), "the other process did not start")
     address = mine.recv()
-    asyncio.run(asyncio.wait_for(_use_edge(address), EDGE_SECONDS))
+    asyncio.run(asyncio.wait_for(_use_edge(address, place), EDGE_SECONDS))
     peer.join(EDGE_SECONDS)
     require(peer.exitcode == 0, f"the other process ended with status {peer.exitcode}")
 
 
-def _serve_edge(pipe: multiprocessing.connection.Connection) -> None:
-    asyncio.run(asyncio.wait_for(_echo_once(pipe), EDGE_SECONDS))
+def _serve_edge(pipe: multiprocessing.connection.Connection, place: Place) -> None:
+    asyncio.run(asyncio.wait_for(_echo_once(pipe, place), EDGE_SECONDS))
 
 
-async def _echo_once(pipe: multiprocessing.connection.Connection) -> None:
-    transport, done = CollectiveTransport("127.0.0.1", "cuda:1"), asyncio.Event()
+async def _echo_once(pipe: multiprocessing.connection.Connection, place: Place) -> None:
+    transport, done = CollectiveTransport("127.0.0.1", place.device(1) if place.on_gpu else ""), asyncio.Event()
 
     async def echo(connection: object) -> None:
         body = bytearray(BODY_BYTES)
@@ -102,8 +127,8 @@ async def _echo_once(pipe: multiprocessing.connection.Connection) -> None:
     await transport.close()
 
 
-async def _use_edge(address: str) -> None:
-    transport = CollectiveTransport("127.0.0.1", "cuda:0")
+async def _use_edge(address: str, place: Place) -> None:
+    transport = CollectiveTransport("127.0.0.1", place.device(0) if place.on_gpu else "")
     await transport.start()
     connection = await transport.connect(address)
     body, back = np.random.default_rng(0).bytes(BODY_BYTES), bytearray(BODY_BYTES)
@@ -119,7 +144,7 @@ async def _use_edge(address: str) -> None:
     await transport.close()
 
 
-def check_deepspeed(_: str) -> None:
+def check_deepspeed(place: Place) -> None:
     """A step on the GPU moves the weights, and the probe is that of a plain forward pass."""
     from transformers import AutoModelForCausalLM
 
@@ -130,8 +155,8 @@ def check_deepspeed(_: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "model")
-        ranks = join_ranks(0, 1, use_gpu=True)
-        engine = TrainerEngine(_config(model, trainer={"num_gpus_per_rank": 1}), ranks)
+        ranks = join_ranks(0, 1, use_gpu=place.on_gpu)
+        engine = TrainerEngine(_config(model, trainer={"num_gpus_per_rank": int(place.on_gpu)}), ranks)
         before = score_probe(engine)
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         ids = probe_tokens(plain.config.vocab_size)
@@ -146,20 +171,26 @@ def check_deepspeed(_: str) -> None:
         ranks.leave()
 
 
-def check_sglang(python: str) -> None:
+def check_sglang(place: Place) -> None:
     """The server generates, takes a version by each way of loading, and gives the trainer's log-probs."""
     for weight_load in ("disk", "pinned"):
-        asyncio.run(_swap_sglang(python, weight_load))
+        asyncio.run(_swap_sglang(place, weight_load))
 
 
-async def _swap_sglang(python: str, weight_load: str) -> None:
+async def _swap_sglang(place: Place, weight_load: str) -> None:
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as root:
         folder = write_tiny_model(Path(root) / "model")
         store, publisher = _store(Path(root), folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        engine = {"kind": "sglang", "python": python, "num_gpus": 1, "weight_load": weight_load, "start_seconds": 400}
+        engine = {
+            "kind": "sglang",
+            "python": place.sglang_python,
+            "num_gpus": int(place.on_gpu),
+            "weight_load": weight_load,
+            "start_seconds": 400,
+        }
         config = _config(folder, rollout={"engine": engine | {"max_cached_tokens": 16384}})
         (Path(root) / "logs").mkdir()
         context = RoleContext("rollout-0", "gpu", uuid.uuid4().hex, "", Path(root))
@@ -207,11 +238,11 @@ def _config(model: Path, **sections: Mapping[str, object]) -> LaminarConfig:
     return LaminarConfig.model_validate(tree | sections)
 
 
-CHECKS: dict[str, Callable[[str], None]] = {
+CHECKS: dict[str, Callable[[Place], None]] = {
     "pinned": check_pinned,
     "publish": check_publish,
     "collective": check_collective,
     "deepspeed": check_deepspeed,
     "sglang": check_sglang,
 }
-"""What is checked, by name; each takes SGLang's interpreter."""
+"""What is checked, by name."""

@@ -213,6 +213,7 @@ def _open_engine(host: str) -> Any:
     """An engine that is reached by its own address, without a metadata server."""
     os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(STEP_SECONDS))
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOG_minloglevel", "2")  # errors only
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:
