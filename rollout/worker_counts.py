@@ -115,6 +115,8 @@ class WorkerCounts:
         if replica.last_pull is not None:
             seconds, num_bytes = replica.last_pull
             metrics |= {"weights/pull_seconds": seconds, "weights/pull_bytes_per_second": num_bytes / max(seconds, 1e-9)}
+        if replica.last_verdict is not None and replica.last_verdict.difference is not None:
+            metrics["weights/probe_difference_nats"] = replica.last_verdict.difference
         if load is not None:
             self._engine_tokens = load.generated_tokens
             metrics["engine/running"] = load.running

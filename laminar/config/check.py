@@ -117,6 +117,11 @@ def _engine_faults(config: LaminarConfig) -> Iterator[str]:
         )
     if config.trainer.kind == "emulated" and config.trainer.num_ranks > 1:
         yield f"`trainer.num_ranks` is {config.trainer.num_ranks}: the emulated trainer has one rank; set it to 1"
+    if engine.weight_load == "pinned" and engine.kind in ("torch", "emulated"):
+        yield (
+            f'`rollout.engine.weight_load` is "pinned", but the {engine.kind} engine maps or reads the file by itself; '
+            'set it to "disk", or `rollout.engine.kind` to "sglang"'
+        )
     if 0 < engine.num_gpus < engine.tensor_parallel_size and engine.tensor_parallel_size > 1:
         yield (
             f"`rollout.engine.num_gpus` is {engine.num_gpus:g}: a replica split over `tensor_parallel_size` = "

@@ -127,6 +127,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("weights/pull_seconds", "s", "an engine's update from its machine's shared memory, a part of the swap"),
     Metric("weights/pull_bytes_per_second", "bytes/s", "bytes of that version over these seconds"),
     Metric("weights/swap_seconds", "s", "one swap in an engine, pause to continue"),
+    Metric(
+        "weights/probe_difference_nats",
+        "nats",
+        "mean absolute difference of engine and trainer on the last swap's probe, a token; above the tolerance: a restart",
+    ),
     Metric("engine/running", "requests", "requests being decoded"),
     Metric("engine/waiting", "requests", "requests in the engine's queue"),
     Metric("engine/kv_use_ratio", "share", "key-value cache in use"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rollout.engines.wire import EngineLoad, GenerateWire, Output, PauseMode
+from rollout.engines.wire import EngineLoad, GenerateWire, Output, PauseMode, RankReport
 
 Result = TypeVar("Result")
 
@@ -48,6 +48,10 @@ class Engine(Protocol):
 
     def load(self) -> EngineLoad:
         """How busy it is."""
+        ...
+
+    def read_back(self) -> list[RankReport]:
+        """What each rank holds."""
         ...
 
 

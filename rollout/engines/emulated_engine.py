@@ -20,7 +20,7 @@ from laminar.errors import ConfigError, EngineError
 from rollout.engines.door import StepReport
 from rollout.engines.emulated_model import EmulatedModel
 from rollout.engines.timings import Lengths, StepTimes
-from rollout.engines.wire import EngineLoad, GenerateWire, Output, PauseMode
+from rollout.engines.wire import EngineLoad, GenerateWire, Output, PauseMode, RankReport
 
 MAX_PREFIXES = 1024
 """Prompts remembered for later siblings; they take no room."""
@@ -183,6 +183,10 @@ class EmulatedEngine:
         self.folder, self.version, self.weights_known = folder, version, True
         self._weights_count += 1
 
+    def read_back(self) -> list[RankReport]:
+        """The version's name; it holds no weights."""
+        return [RankReport(0, self.version)]
+
     def flush_cache(self) -> None:
         """Drop all keys and values.
 
@@ -246,6 +250,10 @@ class EmulatedEngine:
                 break
             self._waiting.popleft()
             self._running.append(request)
+            if request.wire.logprob_start_len == 0:
+                ids = request.wire.input_ids
+                scored = self._model.logprobs(np.array(ids[1:], np.int64), np.arange(1, len(ids)))
+                request.output.score_input(ids, scored.tolist())
             request.stored_tokens = request.num_tokens
             computed += self._not_cached(request)
         return computed

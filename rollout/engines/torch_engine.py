@@ -22,7 +22,7 @@ from rollout.engines.key_values import KeyValues
 from rollout.engines.prefix_cache import Prefix, PrefixCache
 from rollout.engines.sampling import DrawRow, draw
 from rollout.engines.torch_model import CausalModel
-from rollout.engines.wire import EngineLoad, GenerateWire, Output, PauseMode
+from rollout.engines.wire import EngineLoad, GenerateWire, Output, PauseMode, RankReport
 
 PREFIX_SHARE = 4
 """The prompts kept for later siblings take at most one part in so many of the key-value capacity."""
@@ -197,6 +197,11 @@ class TorchEngine:
         self.folder, self.version, self.weights_known = folder, version, True
         self._weights_count += 1
 
+    def read_back(self) -> list[RankReport]:
+        """Checksum the bytes that are served and compare them with the version's manifest, if its folder has one."""
+        checksum, problem = self.model.read_back()
+        return [RankReport(0, self.version, checksum, problem)]
+
     def flush_cache(self) -> None:
         """Drop all keys and values.
 
@@ -251,6 +256,9 @@ class TorchEngine:
             admitted.append(request)
             new.setdefault(key, []).append(request)
         if admitted:
+            for request in admitted:
+                if request.wire.logprob_start_len == 0 and request.output.input_logprobs is None:
+                    request.output.score_input(request.wire.input_ids, self.model.score(request.wire.input_ids))
             self._store.fit(max(request.reserved_tokens for request in admitted), len(self._running) - len(admitted))
             hidden = self._fill(new)
             self._draw(admitted, torch.stack([hidden[request.wire.rid] for request in admitted]))
