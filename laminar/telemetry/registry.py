@@ -146,7 +146,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("repack/released_replicas", "replicas", "emptied by moves so far"),
     Metric("repack/moved_trajectories", "trajectories", "moved by plans so far"),
     Metric("repack/failed_moves", "trajectories", "moves of plans that came to nothing so far; they stayed where they were"),
-    Metric("repack/plan_seconds", "s", "time spent making plans so far"),
+    Metric("repack/plan_seconds", "s", "CPU time spent making plans so far"),
     Metric("repack/replicas", "replicas", "replicas in the directory"),
     Metric("repack/kv_use_ratio", "share", "context of open trajectories over capacity, mean over replicas"),
     Metric("worker/engine_restarts", "", "engines this worker restarted"),
