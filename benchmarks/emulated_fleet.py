@@ -21,16 +21,17 @@ from typing import Any
 from laminar.cluster.data import RunData
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
-from laminar.errors import DeadlineError, EngineError
+from laminar.experience.answers import Counters
+from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.server import EmbeddedServer
+from laminar.experience.store import ExperienceStore
 from laminar.types import ClaimedGroup, Prompt, Purpose, Trajectory, WeightVersion
 from relay.puller import open_puller
 from relay.role import RelayRole
 from relay.store import open_store
 from rollout.engine_handle import EngineHandle
 from rollout.engines.client import EngineClient
-from rollout.engines.wire import EngineLoad
 from rollout.generation import Generator
 from rollout.journal import Journal
 from rollout.manager import RolloutManager
@@ -117,6 +118,7 @@ class WatchedPlayer(Player):
 class Fleet:
     """A running tier; `host` is None where each engine has a process of its own."""
 
+    buffer: ExperienceBuffer
     host: EngineHost | None
     workers: list[RolloutWorker] = field(default_factory=list)
     replicas: list[Replica] = field(default_factory=list)
@@ -128,10 +130,9 @@ class Fleet:
         """Seconds that each ended trajectory was generated for."""
         return {name: seconds for player in self.players for name, seconds in player.seconds.items()}
 
-    async def generated_tokens(self) -> int:
-        """Tokens that all engines that live have sampled."""
-        loads = await asyncio.gather(*(_load(replica) for replica in self.replicas))
-        return sum(load.generated_tokens for load in loads if load is not None)
+    async def counters(self) -> Counters:
+        """Where all admitted trajectories stand."""
+        return await self.buffer.counters()
 
 
 @contextlib.asynccontextmanager
@@ -164,7 +165,7 @@ async def running_fleet(
         trainer = TrainerRank(_named(context, "trainer-0"), config, rank=0, meeting="")
         await as_role("trainer", trainer.start())
         await as_role("trainer", trainer.restore())
-        fleet = Fleet(host)
+        fleet = Fleet(ExperienceBuffer(ExperienceStore(client, run_id)), host)
         for index in range(config.rollout.num_workers):
             await as_role("worker", _equip(fleet, _named(context, f"rollout-{index}"), config))
         for worker in fleet.workers:
@@ -275,13 +276,6 @@ async def _equip(fleet: Fleet, role: RoleContext, config: LaminarConfig) -> None
     fleet.workers.append(worker)
     fleet.replicas.append(replica)
     fleet.players.append(player)
-
-
-async def _load(replica: Replica) -> EngineLoad | None:
-    try:
-        return await replica.client.loads()
-    except (EngineError, DeadlineError):
-        return None
 
 
 async def one(prompt: Prompt, completion: str) -> float:

@@ -42,6 +42,9 @@ class EngineConfig(Section):
     """GPUs over which one replica is split."""
     swap: Literal["retract", "in_place"] = "retract"
     """What `in_flight` updates do to running requests: recompute their cache under the new weights, or keep it."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """After each swap the engine's log-probs of fixed tokens may differ from the trainer's by so many nats a token on
+    average; beyond that its weights count as unknown and it is restarted. Unset: 0.01 for float32 weights, else 0.3."""
     start_seconds: float = Field(300, gt=0)
     """Deadline for the engine to become healthy."""
     request_seconds: float = Field(600, gt=0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from laminar.errors import ConfigError, EngineError
-from rollout.engines.wire import GenerateWire, Output, PauseMode
+from rollout.engines.wire import GenerateWire, Output, PauseMode, RankReport
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +58,10 @@ class Machine(Protocol[R_contra]):
 
     def swap(self, folder: Path) -> None:
         """Serve the weights in a folder, or raise `EngineError`."""
+        ...
+
+    def read_back(self, version: str) -> list[RankReport]:
+        """What each rank holds, where `version` is the name of it."""
         ...
 
     def flush(self) -> None:
@@ -178,6 +182,10 @@ class EngineBook(Generic[R]):
             raise
         self.folder, self.version, self.weights_known = folder, version, True
         self.weights_count += 1
+
+    def read_back(self) -> list[RankReport]:
+        """What each rank holds."""
+        return self._machine.read_back(self.version)
 
     def flush_cache(self) -> None:
         """Drop all keys and values.

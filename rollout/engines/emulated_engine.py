@@ -20,7 +20,7 @@ from laminar.errors import ConfigError
 from rollout.engines.book import EngineBook, Request
 from rollout.engines.emulated_model import EmulatedModel
 from rollout.engines.timings import Lengths, StepTimes
-from rollout.engines.wire import EngineLoad, GenerateWire, Output
+from rollout.engines.wire import EngineLoad, GenerateWire, Output, RankReport
 
 MAX_PREFIXES = 1024
 """Prompts remembered for later siblings; they take no room."""
@@ -92,6 +92,10 @@ class EmulatedMachine:
     def swap(self, folder: Path) -> None:
         """As `Machine`."""
         self.model.swap(folder)
+
+    def read_back(self, version: str) -> list[RankReport]:
+        """The version's name; it holds no weights."""
+        return [RankReport(0, version)]
 
     def flush(self) -> None:
         """As `Machine`."""
@@ -206,6 +210,10 @@ class EmulatedEngine:
                 break
             self.book.waiting.popleft()
             self.book.running.append(request)
+            if request.wire.logprob_start_len == 0:
+                ids = request.wire.input_ids
+                scored = self._model.logprobs(np.array(ids[1:], np.int64), np.arange(1, len(ids)))
+                request.output.score_input(ids, scored.tolist())
             request.stored_tokens = request.num_tokens
             computed += self._not_cached(request)
         return computed

@@ -16,6 +16,9 @@ Flag = str | int | float | bool
 CHECKS_WEIGHTS = frozenset({"torch", "emulated"})
 """Kinds that check a weights file before they serve it; for others the client does."""
 
+READS_BACK = frozenset({"torch", "emulated"})
+"""Kinds whose ranks tell what they hold."""
+
 SGLANG_LAUNCH = Path(__file__).with_name("sglang_launch.py")
 SGLANG_CPU_FLAGS: dict[str, Flag] = {
     "device": "cpu",

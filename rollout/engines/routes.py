@@ -55,6 +55,7 @@ class EngineServer:
         application.router.add_get("/v1/loads", self.loads)
         application.router.add_get("/health", self.health)
         application.router.add_get("/model_info", self.model_info)
+        application.router.add_get("/rank_reports", self.rank_reports)
         return application
 
     @web.middleware
@@ -166,6 +167,10 @@ class EngineServer:
         """What is served."""
         folder, version, known = await self._door.call(lambda book: (str(book.folder), book.version, book.weights_known))
         return encoded({"model_path": folder, "weight_version": version if known else "unknown", "is_generation": True})
+
+    async def rank_reports(self, request: web.Request) -> web.StreamResponse:
+        """What each rank holds, read back from its memory."""
+        return encoded({"ranks": await self._door.call(lambda book: book.read_back())})
 
 
 async def body(request: web.Request, form: type[Body]) -> Body:

@@ -21,7 +21,7 @@ from rollout.engines.key_values import KeyValues
 from rollout.engines.prefix_cache import Prefix, PrefixCache
 from rollout.engines.sampling import DrawRow, draw
 from rollout.engines.torch_model import CausalModel
-from rollout.engines.wire import EngineLoad, GenerateWire, Output
+from rollout.engines.wire import EngineLoad, GenerateWire, Output, RankReport
 
 PREFIX_SHARE = 4
 """The prompts kept for later siblings take at most one part in so many of the key-value capacity."""
@@ -55,6 +55,11 @@ class TorchMachine:
     def swap(self, folder: Path) -> None:
         """As `Machine`."""
         self.model.swap(folder)
+
+    def read_back(self, version: str) -> list[RankReport]:
+        """Checksum the bytes that are served and compare them with the version's manifest, if its folder has one."""
+        checksum, problem = self.model.read_back()
+        return [RankReport(0, version, checksum, problem)]
 
     def flush(self) -> None:
         """As `Machine`."""
@@ -167,6 +172,9 @@ class TorchEngine:
             admitted.append(request)
             new.setdefault(key, []).append(request)
         if admitted:
+            for request in admitted:
+                if request.wire.logprob_start_len == 0 and request.output.input_logprobs is None:
+                    request.output.score_input(request.wire.input_ids, self.model.score(request.wire.input_ids))
             self._store.fit(max(reserved_tokens(request) for request in admitted), len(self.book.running) - len(admitted))
             hidden = self._fill(new)
             self._draw(admitted, torch.stack([hidden[request.wire.rid] for request in admitted]))
