@@ -171,7 +171,7 @@ async def running_fleet(
         for worker in fleet.workers:
             group.run("worker", worker)
         group.run("trainer", trainer)
-        if config.rollout.wants_manager:
+        if config.rollout.wants_manager(config.rollout.num_workers):
             fleet.manager = RolloutManager(_named(context, "manager"), config)
             await as_role("manager", fleet.manager.start())
             group.run("manager", fleet.manager)

@@ -106,10 +106,9 @@ class RolloutConfig(Section):
     engine: EngineConfig = EngineConfig()
     repack: RepackConfig = RepackConfig()
 
-    @property
-    def wants_manager(self) -> bool:
-        """Whether there is something to plan: replicas that drain, and repack is on."""
-        return self.repack.enabled and self.num_workers > 1 and self.effective_weight_update == "trajectory"
+    def wants_manager(self, num_workers: int) -> bool:
+        """Whether there is something to plan with so many workers: replicas that drain, and repack is on."""
+        return self.repack.enabled and num_workers > 1 and self.effective_weight_update == "trajectory"
 
     @property
     def effective_weight_update(self) -> Literal["trajectory", "turn", "in_flight"]:
