@@ -92,6 +92,7 @@ class EvictionReason(enum.StrEnum):
     ORPHANED = "orphaned"
     FULLY_MASKED = "fully_masked"
     PAYLOAD_LOST = "payload_lost"
+    RECYCLED = "recycled"
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,8 +212,7 @@ class Supervisor:
         desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say, began)
         held_out = data.encoded_held_out()
         evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
-        workers = self._config.rollout.num_workers
-        scaling = Scaling(self._redis, context.run_id, workers, crew, telemetry, self._say)
+        scaling = Scaling(self._redis, context.run_id, self._config.rollout, crew, telemetry, self._say)
         try:
             async with asyncio.TaskGroup() as group:
                 await observer.settle_last_life()
@@ -221,7 +220,6 @@ class Supervisor:
                     group.create_task(observer.run()),
                     group.create_task(self._measure_memory(context.run_id)),
                     group.create_task(crew.keep_relays()),
-                    *([group.create_task(crew.keep_manager())] if self._config.rollout.wants_manager else []),
                     group.create_task(keeper.run()),
                     group.create_task(desk.run()),
                     group.create_task(scaling.run()),

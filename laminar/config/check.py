@@ -67,6 +67,11 @@ def _group_faults(config: LaminarConfig) -> Iterator[str]:
             f"`rollout.min_group_size` is {rollout.min_group_size}, above `rollout.group_size` = {rollout.group_size}: "
             "no group would ever be trained; lower it"
         )
+    if rollout.over_provision > 1 and config.staleness.bound == 0:
+        yield (
+            f"`rollout.over_provision` is {rollout.over_provision:g} with `staleness.max_staleness` = 0: a batch is then "
+            "exactly what was admitted, and nothing may be let go; set it to 1, or the bound to 1 or more"
+        )
     if trainer.mini_batches > trainer.prompts_per_step:
         yield (
             f"`trainer.mini_batches` is {trainer.mini_batches}, above `trainer.prompts_per_step` = "
