@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator
 
 from redis.asyncio import Redis
 
@@ -50,6 +49,7 @@ from rollout.recorder import PartialRecorder
 from rollout.replica import Replica
 from rollout.seat import Seats
 from rollout.start_engine import engine_starter
+from rollout.swap_gate import SwapGate
 from rollout.trajectory_log import TrajectoryLog
 from rollout.worker_counts import WorkerCounts
 
@@ -77,9 +77,6 @@ class RolloutWorker:
         self._held: set[str] = set()
         self._stopping = asyncio.Event()
         self._left = asyncio.Event()
-        self._evaluations_open = 0
-        self._may_swap = asyncio.Event()
-        self._may_swap.set()
         self._counts = WorkerCounts(self._rollout)
         self._in_flight_limit = self._rollout.max_in_flight_groups
         self._num_retractions = 0
@@ -102,7 +99,7 @@ class RolloutWorker:
         self, client: Redis, player: Player, puller: Puller, replica: Replica, log: TrajectoryLog | None = None
     ) -> None:
         """Take its parts and start the engine; `start` makes the real ones."""
-        self._log = log
+        self._log, self._gate = log, SwapGate(replica)
         self._redis, self._player, self._puller, self._replica = client, player, puller, replica
         self._store = ExperienceStore(client, self._context.run_id)
         self._pool, self._buffer = PromptPool(self._store), ExperienceBuffer(self._store)
@@ -156,26 +153,14 @@ class RolloutWorker:
         """Play at most so many groups at once from now on; those that are being played go on."""
         self._max_in_flight = self._in_flight_limit = num_groups
 
-    async def evaluate(self, prompts: list[bytes], min_number: int) -> EvaluationResult:
-        """Answer held-out prompts with one version of at least this number; the next swap is held until the items end.
+    async def evaluate(self, prompts: list[bytes], min_number: int, wait_seconds: float) -> EvaluationResult:
+        """Answer held-out prompts with one version of at least this number, awaited so long; see `SwapGate`.
 
         Takes no slot of the staleness bound and writes nothing into the buffer.
         """
-        await self._replica.wait_number(min_number, self._config.eval.timeout_seconds)
-        async with asyncio.timeout(self._config.eval.timeout_seconds), self._hold_swap():
-            await self._replica.wait_ready(self._rollout.engine.start_seconds)
+        seconds = self._config.eval.timeout_seconds
+        async with self._gate.evaluation(min_number, wait_seconds=wait_seconds, seconds=seconds):
             return await evaluate(self._player, self._replica, [decode_prompt(p) for p in prompts], self._config)
-
-    @contextlib.asynccontextmanager
-    async def _hold_swap(self) -> AsyncIterator[None]:
-        self._evaluations_open += 1
-        self._may_swap.clear()
-        try:
-            yield
-        finally:
-            self._evaluations_open -= 1
-            if not self._evaluations_open:
-                self._may_swap.set()
 
     async def _leave(self) -> None:
         with contextlib.suppress(ExperienceError):
@@ -268,9 +253,8 @@ class RolloutWorker:
                 newer = await self._puller.wait_newer(self._replica.version, VERSION_WAIT_SECONDS)
             except DeadlineError:
                 continue
-            await self._may_swap.wait()
             try:
-                async with self._pause_admission() as drained:
+                async with self._gate.swap(), self._pause_admission() as drained:
                     if not drained:
                         logger.warning("held for %s s: swapping in flight", self._rollout.max_hold_seconds)
                     await self._replica.swap(self._puller.latest() or newer)

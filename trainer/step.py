@@ -89,6 +89,7 @@ def _plan(
     if not groups:
         raise InvariantError(f"step {step}: rank 0 needs at least one group")
     trainer = engine.config.trainer
+    seen = algorithm.observe(groups)
     if oldest_trained is None:
         oldest_trained = oldest_trained_number(step - 1, engine.config.staleness.bound)
     plan = plan_step(
@@ -100,7 +101,7 @@ def _plan(
         share_prompts=engine.share_prompts,
         oldest_trained=oldest_trained,
     )
-    plan.metrics.update(batch_metrics(groups, trained_on=step - 1, oldest_trained=oldest_trained))
+    plan.metrics.update(batch_metrics(groups, trained_on=step - 1, oldest_trained=oldest_trained) | seen)
     return plan
 
 

@@ -33,6 +33,12 @@ def longest_row_tokens(config: LaminarConfig) -> int:
     return config.environment.max_trajectory_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
+def longest_evaluation_tokens(config: LaminarConfig) -> int:
+    """The longest trajectory of an evaluation, whose answers may have another limit."""
+    answer = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    return config.environment.max_trajectory_tokens or config.data.max_prompt_tokens + answer
+
+
 def bytes_per_group(config: LaminarConfig) -> int:
     """Payload bytes reserved in the buffer when a group is claimed: its longest possible size."""
     return config.rollout.group_size * (longest_row_tokens(config) * _BYTES_PER_TOKEN + _BYTES_PER_TRAJECTORY)
