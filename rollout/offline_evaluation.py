@@ -109,6 +109,7 @@ async def _evaluate_watched(replica: Replica, prompts: list[Prompt], config: Lam
 
 async def _watch(replica: Replica) -> None:
     """End the evaluation when its engine dies: nobody restarts it here."""
-    while not (problem := replica.problem()):
+    while True:
+        if problem := replica.problem():
+            raise EngineError(f"the engine died: {problem}")
         await asyncio.sleep(CHECK_SECONDS)
-    raise EngineError(f"the engine died: {problem}")

@@ -73,7 +73,7 @@ def longest_for(config: LaminarConfig, purpose: Purpose) -> int:
 
 
 def sampling_for(config: LaminarConfig, purpose: Purpose) -> SamplingParameters:
-    """How tokens are drawn for a purpose; the episode sets the seed. Evaluation has its own temperature and limit, no filters."""
+    """How tokens are drawn for a purpose; the episode sets the seed. Evaluation has its own, without filters."""
     sampling = config.rollout.sampling
     evaluating = purpose is Purpose.EVALUATION
     temperature = config.eval.temperature if evaluating else sampling.temperature

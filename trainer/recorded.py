@@ -1,7 +1,7 @@
-"""Recorded steps, to be trained again without engines: the replay spool of a run, or its trajectory records. Files, no torch.
+"""Recorded steps, to be trained again without engines: a run's replay spool, or its trajectory records. Files, no torch.
 
 The spool holds a run's last steps exactly (since its oldest kept checkpoint). The records hold the groups that
-`metrics.trajectory_rate` keeps, log-probs to four digits; steps whose groups are not all there are trained on those that are.
+`metrics.trajectory_rate` keeps, log-probs to four digits; a step with groups missing has those that are there.
 """
 
 import json

@@ -48,7 +48,8 @@ def make_groups(step):
             members.append(
                 Trajectory(
                     f"{step}{place}-{member:03d}", f"{step}{place}", "p", member, 1, Purpose.TRAIN,
-                    SamplingParameters(0.8, 8, 0), (Chain(tuple(segments)),), FinishReason.STOP, float(random.integers(0, 5)),
+                    SamplingParameters(0.8, 8, 0), (Chain(tuple(segments)),), FinishReason.STOP,
+                    float(random.integers(0, 5)),
                 )
             )  # fmt: skip
         groups.append(tuple(members))

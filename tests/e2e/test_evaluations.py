@@ -1,4 +1,4 @@
-"""Evaluation in and after a whole run: it changes nothing of training (D24), and the command finds the same numbers again."""
+"""Evaluation in and after a whole run: it changes nothing of training (D24); the command finds the same numbers."""
 
 import json
 import subprocess
