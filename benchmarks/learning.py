@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import plays_greedy
 from laminar.seeds import prompt_order, trajectory_seed
 from laminar.types import Chain, FinishReason, Prompt, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
 from rollout.engines.torch_engine import TorchEngine
@@ -53,13 +54,25 @@ def make_config(model_folder: Path, trainer: dict[str, Any], seed: int) -> Lamin
     )
 
 
+def temperature(member: int, group_size: int) -> float:
+    """1 for a group's attempts, 0 for the greedy answer behind them."""
+    return 1.0 if member < group_size else 0.0
+
+
+def cost(text: str) -> float:
+    """Share of an answer's characters that are a 9: the easy way to be right, which `safe_rlhf` is to keep rare."""
+    answer = text.split("\n", 1)[0]
+    return answer.count("9") / len(answer) if answer else 0.0
+
+
 class Sampler:
     """Groups of the tiny task, from the newest weights."""
 
-    def __init__(self, model_folder: Path, work: Path, seed: int, group_size: int) -> None:
+    def __init__(self, model_folder: Path, work: Path, seed: int, group_size: int, *, greedy: bool) -> None:
         self._rows = [json.loads(line) for line in (model_folder / "train.jsonl").read_text().splitlines()]
         self._tokenizer = AutoTokenizer.from_pretrained(model_folder)
         self._engine, self._work, self._seed, self._size = TorchEngine(model_folder, "0.0"), work, seed, group_size
+        self._members = group_size + greedy
         self._source, self._version, self._admission = model_folder, WeightVersion(0, 0), 0
 
     def swap(self, tensors: dict[str, Any], number: int) -> None:
@@ -79,11 +92,13 @@ class Sampler:
             epoch, place = divmod(self._admission, len(self._rows))
             row = self._rows[prompt_order(0, epoch, len(self._rows), True)[place]]
             ids = self._tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
-            names = [f"{self._admission:08d}-{member:03d}" for member in range(self._size)]
+            names = [f"{self._admission:08d}-{member:03d}" for member in range(self._members)]
             seeds = [trajectory_seed(self._seed, name, 0) for name in names]
             wires = [
-                GenerateWire(ids, n, SamplingWire(NEW_TOKENS, stop_token_ids=STOP, sampling_seed=s))
-                for n, s in zip(names, seeds, strict=True)
+                GenerateWire(
+                    ids, n, SamplingWire(NEW_TOKENS, temperature(m, self._size), stop_token_ids=STOP, sampling_seed=s)
+                )
+                for m, (n, s) in enumerate(zip(names, seeds, strict=True))
             ]
             asked.append((row, ids, names, [self._engine.add(wire) for wire in wires]))
             self._admission += 1
@@ -96,13 +111,15 @@ class Sampler:
         for member, (name, output) in enumerate(zip(names, outputs, strict=True)):
             text = self._tokenizer.decode(output.ids, skip_special_tokens=True)
             chain = Chain((given(ids), sampled(output.ids, output.logprobs, self._version)))
-            sampling = SamplingParameters(1.0, NEW_TOKENS, 0)
+            sampling = SamplingParameters(temperature(member, self._size), NEW_TOKENS, 0)
             score = reward(Prompt("", row["prompt"], row), text)
+            purpose = Purpose.TRAIN if member < self._size else Purpose.GREEDY_BASELINE
             members.append(
                 Trajectory(
-                    name, name[:8], row["prompt"], member, 1, Purpose.TRAIN, sampling, (chain,), FinishReason.STOP, score
+                    name, name[:8], row["prompt"], member, 1, purpose, sampling, (chain,), FinishReason.STOP, score,
+                    {"cost": cost(text)},
                 )
-            )
+            )  # fmt: skip
         return tuple(members)
 
     def close(self) -> None:
@@ -120,19 +137,25 @@ def learn(
     steps: int,
     lag: int = 0,
     group_size: int = 8,
+    costs: list[float] | None = None,
 ) -> list[float]:
-    """Train some steps, each on a batch that is `lag` versions old; the mean reward of what each version sampled."""
+    """Train some steps, each on a batch that is `lag` versions old; the mean reward of what each version sampled.
+
+    `costs`, if given, gets the mean cost of the same.
+    """
     config = make_config(model_folder, trainer, seed)
     algorithm = build_algorithm(config)
     engine = TrainerEngine(config, ranks, algorithm.needs)
-    sampler = Sampler(model_folder, work, seed, group_size)
+    sampler = Sampler(model_folder, work, seed, group_size, greedy=plays_greedy(config))
     waiting: deque[list[tuple[Trajectory, ...]]] = deque()
     rewards = []
     for step in range(1, steps + lag + 1):
         if step <= steps:
             waiting.append(sampler.play())
-            scores = [trajectory.reward or 0.0 for group in waiting[-1] for trajectory in group]
-            rewards.append(sum(scores) / len(scores))
+            sampled_ones = [t for group in waiting[-1] for t in group if t.purpose is Purpose.TRAIN]
+            rewards.append(statistics.mean(t.reward or 0.0 for t in sampled_ones))
+            if costs is not None:
+                costs.append(statistics.mean(t.reward_terms["cost"] for t in sampled_ones))
         if step > lag:
             groups = [group for group in waiting.popleft() if algorithm.keeps(group)]
             if groups:

@@ -18,6 +18,7 @@ from laminar.cluster.roles import RoleContext
 from laminar.codec import decode_prompt
 from laminar.config.rollout import RolloutConfig
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import members_per_group
 from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.errors import (
     DeadlineError,
@@ -71,7 +72,7 @@ class RolloutWorker:
 
     def __init__(self, context: RoleContext, config: LaminarConfig) -> None:
         self._context, self._config = context, config
-        self._rollout = config.rollout
+        self._rollout, self._num_members = config.rollout, members_per_group(config)
         self._max_in_flight = config.rollout.max_in_flight_groups
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
@@ -228,12 +229,13 @@ class RolloutWorker:
 
         What an earlier owner has left of it is gone on with under its own attempt, on which the noise hangs.
         """
-        first = first_attempt(self._rollout, group.attempt, replay)
+        first = first_attempt(self._rollout, group.attempt, replay, self._num_members)
         attempts = list(range(first, first + self._rollout.max_attempts))
+        purpose = Purpose.TRAIN if member < self._rollout.group_size else Purpose.GREEDY_BASELINE
         for attempt in [left.attempt, *attempts[1:]] if left else attempts:
             journal = self._recorder.open(group, member, attempt, left)
             async with self._seats.open(group.group_id) as seat:
-                trajectory = await self._player.play(seat, group, member, attempt, Purpose.TRAIN, journal)
+                trajectory = await self._player.play(seat, group, member, attempt, purpose, journal)
             self._counts.end_record(journal)
             left = None
             if self._counts.note_failure(trajectory) in (None, FailureKind.USER_BUG):
@@ -386,12 +388,13 @@ class RolloutWorker:
         return outcome | {"guests": self._door.send_on(url)}
 
 
-def first_attempt(rollout: RolloutConfig, lease: int, replay: int) -> int:
+def first_attempt(rollout: RolloutConfig, lease: int, replay: int, num_members: int) -> int:
     """Number of the first of `max_attempts` attempts; no two series share one, since noise hangs on the attempt.
 
     Args:
         rollout: sizes.
         lease: which worker in a row plays the group, from 1.
         replay: how often this one plays the member again, from 0; at most once for each member of the group.
+        num_members: of the group.
     """
-    return ((lease - 1) * (rollout.group_size + 1) + replay) * rollout.max_attempts
+    return ((lease - 1) * (num_members + 1) + replay) * rollout.max_attempts

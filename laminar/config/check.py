@@ -13,7 +13,7 @@ from laminar.config.check_plugins import algorithm_options, needs_exact_logprobs
 from laminar.config.check_sources import source_faults, source_notes
 from laminar.config.check_warnings import episode_warnings, machine_warnings, pace_warnings
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import bytes_per_group, longest_evaluation_tokens, longest_row_tokens
+from laminar.config.sizes import bytes_per_group, longest_evaluation_tokens, longest_row_tokens, members_per_group
 from laminar.errors import ConfigError
 
 _REDIS_URL = re.compile(r"embedded|(rediss?|unix)://.+")
@@ -63,7 +63,7 @@ def _group_faults(config: LaminarConfig) -> Iterator[str]:
             f"`rollout.group_size` is 1: {trainer.algorithm.kind} compares a group's members, so every advantage "
             "would be 0; use 2 or more"
         )
-    elif rollout.min_group_size > rollout.group_size:
+    elif rollout.min_group_size > members_per_group(config):
         yield (
             f"`rollout.min_group_size` is {rollout.min_group_size}, above `rollout.group_size` = {rollout.group_size}: "
             "no group would ever be trained; lower it"

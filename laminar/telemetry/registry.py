@@ -46,6 +46,11 @@ METRICS: tuple[Metric, ...] = (
         "",
         "mean reward of all groups that were ready since the last step, filtered ones included",
     ),
+    Metric(
+        "reward/greedy_mean", "", "mean reward of the greedy answers that the others are compared with; only with `greedy`"
+    ),
+    Metric("reward/cost_mean", "", "mean cost of the batch, which `safe_rlhf` keeps at its limit"),
+    Metric("train/lagrange_multiplier", "", "weight of the cost beside the reward in `safe_rlhf`"),
     Metric("reward/term_*", "", "mean of one named reward term"),
     Metric("rollout/response_tokens_*", "tokens", "sampled tokens per trained trajectory"),
     Metric("rollout/truncated_ratio", "share", "trained trajectories ended by a length limit"),

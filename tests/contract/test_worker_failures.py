@@ -319,5 +319,5 @@ def test_no_two_series_of_attempts_share_a_number(make_bench):
     config = LaminarConfig.model_validate(
         {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"group_size": 2, "max_attempts": 3}}
     )
-    firsts = [first_attempt(config.rollout, lease, replay) for lease in (1, 2, 3) for replay in (0, 1, 2)]
+    firsts = [first_attempt(config.rollout, lease, replay, 2) for lease in (1, 2, 3) for replay in (0, 1, 2)]
     assert firsts == [0, 3, 6, 9, 12, 15, 18, 21, 24]
