@@ -84,6 +84,7 @@ def replay_recording(config: LaminarConfig, recording: Recording, ranks: Ranks, 
         "progress": asdict(progress),
         "frontier": Frontier(number=progress.step).to_json(),
         "algorithm": algorithm.state(),
+        "spikes": engine.spikes.state(),
     }
     checkpoint.save(folder.checkpoints, progress.step, engine, extra, keep=1)
     words = f"{len(recording)} recorded steps trained"
@@ -100,7 +101,9 @@ def _restore(engine: TrainerEngine, algorithm: Algorithm, recording: Recording) 
     saved = None if recording.run is None else checkpoint_path(recording.run / "checkpoints", before)
     if before and saved is not None and saved.is_dir():
         checkpoint.load(saved, engine)
-        algorithm.load_state(read_extra(saved).get("algorithm", {}))
+        extra = read_extra(saved)
+        algorithm.load_state(extra.get("algorithm", {}))
+        engine.spikes.load_state(extra.get("spikes", {}))
         return f"from {saved}"
     note = f", although the first recorded step is {recording.first}: its checkpoint is not there" if before else ""
     return f"from {engine.config.model.path}{note}"

@@ -169,7 +169,8 @@ class TrainingSession:
         self.engine.ranks.decide(text.encode)
 
     def _extra(self, progress: Progress, frontier: Frontier) -> dict[str, object]:
-        return {"progress": asdict(progress), "frontier": frontier.to_json(), "algorithm": self.algorithm.state()}
+        state = {"algorithm": self.algorithm.state(), "spikes": self.engine.spikes.state()}
+        return {"progress": asdict(progress), "frontier": frontier.to_json(), **state}
 
     def _save(self, step: int, extra: dict[str, object]) -> None:
         save(self._checkpoints, step, self.engine, extra, self._config.checkpoint.keep)
@@ -183,6 +184,7 @@ class TrainingSession:
         progress = Progress(**extra["progress"])
         assert progress.step == step
         self.algorithm.load_state(extra.get("algorithm", {}))
+        self.engine.spikes.load_state(extra.get("spikes", {}))
         return progress, Frontier.from_json(extra["frontier"])
 
 

@@ -34,12 +34,14 @@ class StepReport:
         metrics: by name; the same on every rank, except times.
         trained_tokens: tokens that entered an applied update, all ranks together; several epochs count once.
         skipped_reason: why the step, or the rest of it, was not applied; None if all is well.
+        notices: what was applied but stands out.
     """
 
     step: int
     metrics: dict[str, float]
     trained_tokens: int
     skipped_reason: str | None
+    notices: tuple[str, ...] = ()
 
 
 def train_step(
@@ -64,6 +66,7 @@ def train_step(
 
     Raises:
         ConfigError: if a row exceeds the token budget (it names the trajectory), or the algorithm needs what there is not.
+        RunFailedError: an update stands out, and the run is to end then (`trainer.spikes.action`).
     """
     missing = algorithm.needs - NEEDS
     if missing:
@@ -80,7 +83,7 @@ def train_step(
             work = Work(engine, algorithm, scored.rows, step, rate, totals)
             skipped_reason = train_epochs(work, scored.mini_batches, None if scored.mismatch else mismatch)
     metrics = plan.metrics | mismatch.metrics(engine.ranks) | totals.metrics() | {"train/learning_rate": rate}
-    return StepReport(step, metrics, totals.trained_tokens, skipped_reason)
+    return StepReport(step, metrics, totals.trained_tokens, skipped_reason, tuple(totals.notices))
 
 
 def _plan(

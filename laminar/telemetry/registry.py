@@ -29,6 +29,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/ratio_mean", "", "mean probability ratio of the loss: trained over rollout, or over proximal"),
     Metric("train/clip_low_ratio", "share", "trained tokens where the ratio's lower bound acts"),
     Metric("train/clip_high_ratio", "share", "trained tokens where the ratio's upper bound acts"),
+    Metric("train/rollout_kl", "nats", "KL(rollout || policy) a token (k3), mean over the step's updates"),
     Metric("train/value_loss", "", "half the squared error of the critic, a token, clipped as set; only with a critic"),
     Metric("train/critic_grad_norm", "", "the critic's gradient norm before clipping; only with a critic"),
     Metric("train/grad_norm", "", "gradient norm before clipping"),

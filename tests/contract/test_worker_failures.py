@@ -19,6 +19,7 @@ from rollout.engines.wire import EngineLoad
 from rollout.environments.base import Observation, StepResult
 from rollout.episode import play_episode
 from rollout.generation import Generation
+from rollout.player import sampling_for
 from rollout.replica import Replica
 from rollout.rewards.scorer import RewardScorer
 from rollout.scripted import CodePointTokenizer
@@ -123,13 +124,13 @@ class Player:
 class Bench:
     """A worker with its parts, and a trainer's batch source beside it."""
 
-    def __init__(self, run, url, folder, troubles, wall_seconds, rollout, prompts_per_step):
+    def __init__(self, run, url, folder, troubles, wall_seconds, rollout, prompts_per_step, kind="grpo"):
         self.config = LaminarConfig.model_validate(
             {
                 "model": {"path": "m"},
                 "data": {"path": "d"},
                 "rollout": {"lease_seconds": 60.0, "group_size": 1, "min_group_size": 1, **rollout},
-                "trainer": {"prompts_per_step": prompts_per_step},
+                "trainer": {"prompts_per_step": prompts_per_step, "algorithm": {"kind": kind}},
                 "staleness": {"max_staleness": 1},
             }
         )
@@ -174,13 +175,15 @@ class Bench:
 async def make_bench(make_run, valkey, tmp_path):
     from laminar.experience.client import connect  # a client of its own: the worker closes it
 
-    async def make(troubles=None, *, wall_seconds=0.5, prompts=100, prompts_per_step=4, rollout=None, **settings):
+    async def make(
+        troubles=None, *, wall_seconds=0.5, prompts=100, prompts_per_step=4, rollout=None, kind="grpo", **settings
+    ):
         rollout = rollout or {}
         names = {"group_size", "min_group_size", "group_failure"} & rollout.keys()
         run = await make_run(
-            prompts, prompts_per_step=prompts_per_step, max_staleness=1, **{n: rollout[n] for n in names}, **settings
+            prompts, prompts_per_step=prompts_per_step, max_staleness=1, **({n: rollout[n] for n in names} | settings)
         )
-        bench = Bench(run, valkey.url, tmp_path, troubles or {}, wall_seconds, rollout, prompts_per_step)
+        bench = Bench(run, valkey.url, tmp_path, troubles or {}, wall_seconds, rollout, prompts_per_step, kind)
         bench.client = await connect(valkey.url)
         return bench
 
@@ -313,6 +316,19 @@ async def test_an_evicted_group_is_aborted_in_the_engine_within_a_moment_and_cou
 
 async def _num_running(bench, number):
     return len(bench.engine.running) == number
+
+
+async def test_remax_plays_one_greedy_answer_more_a_group_and_the_batch_brings_it_along(make_bench):
+    bench = await make_bench(
+        prompts=2, prompts_per_step=2, max_epochs=1, kind="remax", rollout={"group_size": 2}, group_size=3
+    )
+    async with bench.working(bench.client):
+        batch = await asyncio.wait_for(bench.source.next_batch(0, 1, lambda: False), 5)
+    for group in batch.groups:
+        assert [(t.member, t.purpose) for t in group] == [(0, "train"), (1, "train"), (2, "greedy_baseline")]
+    assert len(batch.seen_rewards) == 4
+    sampling = sampling_for(bench.config, batch.groups[0][2].purpose)
+    assert (sampling.temperature, sampling.max_new_tokens) == (0.0, 512)
 
 
 def test_no_two_series_of_attempts_share_a_number(make_bench):
