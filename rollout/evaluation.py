@@ -58,7 +58,7 @@ async def evaluate(player: Player, replica: Replica, prompts: Sequence[Prompt], 
             item = ClaimedGroup(f"eval-{prompt.prompt_id}", 0, prompt, samples, ATTEMPT)
             return await player.play(replica, item, sample, ATTEMPT, Purpose.EVALUATION)
 
-    async with replica.berths.bind(waits=False), asyncio.TaskGroup() as group:  # bound throughout: it never looks empty
+    async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(answer(prompt, sample)) for prompt in prompts for sample in samples]
     outcomes = [task.result() for task in tasks]
     if mixed := {str(v) for t in outcomes for v in t.versions()} - {str(version)}:

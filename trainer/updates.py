@@ -129,7 +129,7 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     *reduced, value_loss_sum = engine.ranks.sum([*sums.tolist(), value_loss_sum])
     computed = time.perf_counter()
     figures = {"loss": abs(reduced[0]) / plan.denominator, "KL": reduced[_SUMS.index("rollout_kl")] / plan.num_tokens}
-    spike = None if undefined else engine.spikes.find(figures)
+    spike = engine.spikes.find(figures) if all(map(math.isfinite, figures.values())) else None  # else another net's
     update, spike = _update_unless_spike(work, spike)
     critic_update = None
     if engine.critic is not None:
