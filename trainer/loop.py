@@ -137,6 +137,8 @@ class TrainingLoop:
         published = await self._hand_over(step)
         if report.skipped_reason:
             await self._say_skipped(report.skipped_reason)
+        for notice in report.notices:
+            await self._telemetry.emit("notice", fields={"text": f"step {step}: {notice}"})
         await self._say_mismatch(report)
         metrics = self._metrics(batch, report, published, step, seconds)
         digest = batch_digest(batch.groups)

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import members_per_group
 from laminar.errors import ExperienceError, RunFailedError
 from laminar.experience.answers import Occurrence, Snapshot
 from laminar.experience.buffer import ExperienceBuffer
@@ -22,7 +23,7 @@ from laminar.policies.masking import newest_trained_number, oldest_trained_numbe
 from laminar.policies.over_provision import tail_of_batch
 from laminar.policies.samplers import SAMPLERS
 from laminar.policies.staleness import BatchPlan, fewest_evictions, plan_batch
-from laminar.types import EvictionReason, GroupHeader, GroupState, Trajectory, WeightVersion
+from laminar.types import EvictionReason, GroupHeader, GroupState, Purpose, Trajectory, WeightVersion
 
 logger = logging.getLogger("laminar.trainer.sampling")
 
@@ -108,7 +109,7 @@ class BatchSource:
     ) -> None:
         self._config, self._buffer, self._keeps, self._notice = config, buffer, keeps, notice
         self._order = resolve(config.experience.sampler, SAMPLERS, "experience.sampler")
-        self._batch_size = config.trainer.prompts_per_step
+        self._batch_size, self._num_members = config.trainer.prompts_per_step, members_per_group(config)
         self._judged: dict[str, Group] = {}
         self._newest: dict[str, int] = {}
         self._dropped_before: Counter[str] | None = None
@@ -177,7 +178,7 @@ class BatchSource:
             await self._evict([error.group_id], EvictionReason.PAYLOAD_LOST)
             return True
         for group_id, group in zip(new, fetched, strict=True):
-            wait.rewards += [t.reward for t in group if t.reward is not None]
+            wait.rewards += [t.reward for t in group if t.reward is not None and t.purpose is Purpose.TRAIN]
             if self._keeps(group):
                 self._judged[group_id], self._newest[group_id] = group, newest_trained_number(group)
             else:
@@ -194,7 +195,7 @@ class BatchSource:
         if wait.failed_before is None:
             wait.failed_before = failures
         failures = failures - wait.failed_before
-        num_failed = failures.total() // self._config.rollout.group_size
+        num_failed = failures.total() // self._num_members
         rounds = (wait.num_filtered + num_failed) // self._batch_size
         if rounds < trainer.max_filter_rounds or rounds <= wait.rounds_noticed:
             return

@@ -21,6 +21,7 @@ from rollout.environments.base import Observation, StepResult
 from rollout.episode import play_episode
 from rollout.generation import Generation
 from rollout.quarantine import RejectedWeightsError
+from rollout.player import sampling_for
 from rollout.replica import Replica
 from rollout.rewards.scorer import RewardScorer
 from rollout.scripted import CodePointTokenizer
@@ -128,13 +129,13 @@ class Bench:
 
     verdict = None
 
-    def __init__(self, run, url, folder, troubles, wall_seconds, rollout, prompts_per_step):
+    def __init__(self, run, url, folder, troubles, wall_seconds, rollout, prompts_per_step, kind="grpo"):
         self.config = LaminarConfig.model_validate(
             {
                 "model": {"path": "m"},
                 "data": {"path": "d"},
                 "rollout": {"lease_seconds": 60.0, "group_size": 1, "min_group_size": 1, **rollout},
-                "trainer": {"prompts_per_step": prompts_per_step},
+                "trainer": {"prompts_per_step": prompts_per_step, "algorithm": {"kind": kind}},
                 "staleness": {"max_staleness": 1},
             }
         )
@@ -182,13 +183,15 @@ class Bench:
 async def make_bench(make_run, valkey, tmp_path):
     from laminar.experience.client import connect  # a client of its own: the worker closes it
 
-    async def make(troubles=None, *, wall_seconds=0.5, prompts=100, prompts_per_step=4, rollout=None, **settings):
+    async def make(
+        troubles=None, *, wall_seconds=0.5, prompts=100, prompts_per_step=4, rollout=None, kind="grpo", **settings
+    ):
         rollout = rollout or {}
         names = {"group_size", "min_group_size", "group_failure"} & rollout.keys()
         run = await make_run(
-            prompts, prompts_per_step=prompts_per_step, max_staleness=1, **{n: rollout[n] for n in names}, **settings
+            prompts, prompts_per_step=prompts_per_step, max_staleness=1, **({n: rollout[n] for n in names} | settings)
         )
-        bench = Bench(run, valkey.url, tmp_path, troubles or {}, wall_seconds, rollout, prompts_per_step)
+        bench = Bench(run, valkey.url, tmp_path, troubles or {}, wall_seconds, rollout, prompts_per_step, kind)
         bench.client = await connect(valkey.url)
         return bench
 
@@ -367,9 +370,22 @@ async def test_the_last_replica_whose_weights_stay_wrong_ends_the_run_and_says_w
     assert "no other replica is left" in str(error)
 
 
+async def test_remax_plays_one_greedy_answer_more_a_group_and_the_batch_brings_it_along(make_bench):
+    bench = await make_bench(
+        prompts=2, prompts_per_step=2, max_epochs=1, kind="remax", rollout={"group_size": 2}, group_size=3
+    )
+    async with bench.working(bench.client):
+        batch = await asyncio.wait_for(bench.source.next_batch(0, 1, lambda: False), 5)
+    for group in batch.groups:
+        assert [(t.member, t.purpose) for t in group] == [(0, "train"), (1, "train"), (2, "greedy_baseline")]
+    assert len(batch.seen_rewards) == 4
+    sampling = sampling_for(bench.config, batch.groups[0][2].purpose)
+    assert (sampling.temperature, sampling.max_new_tokens) == (0.0, 512)
+
+
 def test_no_two_series_of_attempts_share_a_number(make_bench):
     config = LaminarConfig.model_validate(
         {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"group_size": 2, "max_attempts": 3}}
     )
-    firsts = [first_attempt(config.rollout, lease, replay) for lease in (1, 2, 3) for replay in (0, 1, 2)]
+    firsts = [first_attempt(config.rollout, lease, replay, 2) for lease in (1, 2, 3) for replay in (0, 1, 2)]
     assert firsts == [0, 3, 6, 9, 12, 15, 18, 21, 24]
