@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from functools import partial
 
 from redis.asyncio import Redis
 
@@ -48,6 +49,7 @@ from rollout.player import Player
 from rollout.recorder import PartialRecorder
 from rollout.replica import Replica
 from rollout.seat import Seats
+from rollout.siblings import Siblings
 from rollout.start_engine import engine_starter
 from rollout.swap_gate import SwapGate
 from rollout.trajectory_log import TrajectoryLog
@@ -202,24 +204,30 @@ class RolloutWorker:
     async def _play_group(self, group: ClaimedGroup) -> None:
         try:
             left = await self._recorder.adopt(group)
+            submit = partial(self._buffer.submit_many, worker=self._context.role, together=True)
+            siblings = Siblings(len(group.members), submit, self._player.judge_of(group))
             async with asyncio.TaskGroup() as members:
                 for member in group.members:
-                    members.create_task(self._play_member(group, member, left.get(member)))
+                    members.create_task(self._play_member(group, member, left.get(member), siblings))
             self._held.discard(group.group_id)
         except* LaminarError as failures:
             raise first_error(failures) from None
         finally:
             self._groups.pop(group.group_id, None)
 
-    async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None) -> None:
+    async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None, siblings: Siblings) -> None:
         """Play one member and submit the outcome; a failed one is played again as long as the data module says so."""
         try:
             for replay in itertools.count():
-                trajectory = await self._try_member(group, member, replay, left if not replay else None)
+                played = await self._try_member(group, member, replay, left if not replay else None)
+                if played.failure is not None:
+                    self._counts.end(played)
+                trajectory, outcome = await siblings.hand_in(played)
+                if played.failure is None:
+                    self._counts.note_failure(trajectory)
+                    self._counts.end(trajectory)
                 if self._log:
                     self._log.add(trajectory)
-                self._counts.end(trajectory)
-                outcome = await self._buffer.submit(trajectory, self._context.role)
                 if outcome is not SubmitOutcome.REPLAY:
                     break
         except asyncio.CancelledError:

@@ -53,8 +53,8 @@ class Submission:
         self._store, self._worker, self._memory_seconds = store, worker, memory_seconds
         self._outcomes: dict[int, SubmitOutcome] = {}
 
-    async def run(self, trajectories: Sequence[Trajectory]) -> list[SubmitOutcome]:
-        """Submit all.
+    async def run(self, trajectories: Sequence[Trajectory], *, together: bool = False) -> list[SubmitOutcome]:
+        """Submit all, in one script call if they belong `together`.
 
         Raises:
             ExperienceError: a script refused, the server is away, or its memory stayed full.
@@ -67,7 +67,7 @@ class Submission:
                 for place, trajectory in enumerate(trajectories):
                     parcels.append(_parcel(place, f"{call_id}.{place}", trajectory, self._worker))
                     num_bytes += len(parcels[-1].payload)
-                    is_full = len(parcels) >= MAX_AT_ONCE or num_bytes >= MAX_BYTES_AT_ONCE
+                    is_full = not together and (len(parcels) >= MAX_AT_ONCE or num_bytes >= MAX_BYTES_AT_ONCE)
                     if is_full or place + 1 == len(trajectories):
                         await limit.acquire()
                         call = calls.create_task(self._insist(parcels))

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,22 @@ from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
 from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.errors import DeadlineError, RunFailedError
-from laminar.types import EvictionReason, FinishReason, GroupState, SamplingParameters, WeightVersion, sampled
+from laminar.types import (
+    EvictionReason,
+    Failure,
+    FailureKind,
+    FinishReason,
+    GroupState,
+    SamplingParameters,
+    WeightVersion,
+    sampled,
+)
 from rollout.engines.wire import EngineLoad
 from rollout.environments.base import Observation, StepResult
 from rollout.episode import play_episode
 from rollout.generation import Generation
-from rollout.quarantine import RejectedWeightsError
 from rollout.player import sampling_for
+from rollout.quarantine import RejectedWeightsError
 from rollout.replica import Replica
 from rollout.rewards.scorer import RewardScorer
 from rollout.scripted import CodePointTokenizer
@@ -107,6 +117,10 @@ class Player:
 
     def __init__(self, troubles, wall_seconds):
         self.troubles, self.wall_seconds, self.played = troubles, wall_seconds, Counter()
+        self.judge = None
+
+    def judge_of(self, group):
+        return self.judge
 
     async def play(self, engine, group, member, attempt, purpose, journal=None):
         return await play_episode(
@@ -283,6 +297,30 @@ async def test_a_refilled_member_is_played_again_by_the_same_worker(make_bench):
     counters = await bench.run.buffer.counters()
     assert (counters.refilled, counters.num_failed) == (1, 0)
     assert bench.player.played["0"] == 4
+
+
+async def test_siblings_are_judged_together_once_the_last_of_them_has_ended(make_bench):
+    """Three siblings, one of which is flaky; judging them fails the first time, and costs each of them one more game."""
+    rollout = {"group_size": 3, "group_failure": "refill", "max_attempts": 1, "min_group_size": 2}
+    bench = await make_bench({"0": [OSError("flaky")]}, prompts=1, prompts_per_step=1, max_epochs=1, rollout=rollout)
+    judged = []
+
+    async def judge(trajectories):
+        judged.append([t.member for t in trajectories])
+        if len(judged) == 1:
+            failure = Failure(FailureKind.VERIFIER, "the judge is busy")
+            # two refills are left of three: two members are played again, the third is over
+            return [replace(t, reward=None, reward_terms={}, failure=failure) for t in trajectories]
+        return [replace(t, reward=float(place), reward_terms={"rank": float(place)}) for place, t in enumerate(trajectories)]
+
+    bench.player.judge = judge
+    async with bench.working(bench.client):
+        batch = await asyncio.wait_for(bench.source.next_batch(0, 1, lambda: False), 5)
+    assert judged == [[0, 1, 2], [0, 1]]
+    assert [(t.member, t.reward) for t in batch.groups[0]] == [(0, 0.0), (1, 1.0)]
+    counters = await bench.run.buffer.counters()
+    assert (counters.refilled, counters.failed) == (3, {"verifier": 1})
+    assert bench.worker._counts._failures == {"environment": 1, "verifier": 3}
 
 
 async def test_dropping_a_group_aborts_its_siblings_in_the_engine(make_bench):
