@@ -58,10 +58,10 @@ def trained_bytes(num_parameters: int, number_bytes: int, zero_stage: int, num_r
 def activation_bytes(architecture: Architecture, num_tokens: int, number_bytes: int, *, checkpointing: bool) -> int:
     """What a forward pass keeps for the backward pass, padding included.
 
-    A layer keeps, a token: its input and the input of its second half, both norms' outputs and their float32 inputs; queries,
-    keys, values and what attention gives; gate, up, the activated gate and the product. With checkpointing a layer keeps its
-    input alone, and one layer at a time is computed again. (What torch saved for SmolLM2-135M on 256 tokens, in float32 and
-    in bfloat16, was 0.5 % and 0.7 % more.)
+    A layer keeps, a token: its input and the input of its second half, both norms' outputs and their float32 inputs;
+    queries, keys, values and what attention gives; gate, up, the activated gate and the product. With checkpointing a layer
+    keeps its input alone, and one layer at a time is computed again. (What torch saved for SmolLM2-135M on
+    256 tokens, in float32 and in bfloat16, was 0.5 % and 0.7 % more.)
     """
     a = architecture
     attention = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_size

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laminar.cluster.roles import rollout_spec, trainer_specs
 from laminar.config.root import LaminarConfig
@@ -69,8 +69,8 @@ class Plan:
     def _fault(self, where: Place) -> str:
         largest = max((part for part in self.parts[where] if part.remedy), key=lambda part: part.num_bytes)
         return (
-            f"{where} can hold {gigabytes(self.capacity[where])}, and {gigabytes(self.needed(where))} are needed: the most by "
-            f"{largest.owner}, {largest.what}, {gigabytes(largest.num_bytes)}; {largest.remedy}"
+            f"{where} can hold {gigabytes(self.capacity[where])}, and {gigabytes(self.needed(where))} are needed: the most "
+            f"by {largest.owner}, {largest.what}, {gigabytes(largest.num_bytes)}; {largest.remedy}"
         )
 
 
@@ -95,9 +95,7 @@ def make_plan(config: LaminarConfig, machines: Sequence[Machine], model: Model |
     plan = Plan(tuple(machines), tuple(placed), parts, capacity, None)
     if model is None or config.rollout.engine.kind == "emulated":
         return plan
-    return Plan(
-        plan.machines, plan.placed, parts, capacity, (config.rollout.engine.max_cached_tokens, _room(plan, config, model))
-    )
+    return replace(plan, cache_tokens=(config.rollout.engine.max_cached_tokens, _room(plan, config, model)))
 
 
 def _parts(config: LaminarConfig, model: Model, placed: Iterable[Placed]) -> dict[Place, list[Part]]:
