@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from laminar.config.root import LaminarConfig
@@ -24,12 +25,12 @@ from laminar.policies.over_provision import tail_of_batch
 from laminar.policies.samplers import SAMPLERS
 from laminar.policies.staleness import BatchPlan, fewest_evictions, plan_batch
 from laminar.types import EvictionReason, GroupHeader, GroupState, Purpose, Trajectory, WeightVersion
+from trainer.prefetch import Group, Prefetcher
 
 logger = logging.getLogger("laminar.trainer.sampling")
 
 POLL_SECONDS = 0.02
 WAIT_NOTICE_SECONDS = 10.0
-Group = tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class BatchSource:
 
     Attributes:
         dropped_groups: groups evicted so far.
+        prefetcher: reads groups, ahead of the next batch if it runs.
         first_group_at: when (`time.monotonic`) the first group was seen; before that, workers were starting.
     """
 
@@ -110,12 +112,17 @@ class BatchSource:
         self._config, self._buffer, self._keeps, self._notice = config, buffer, keeps, notice
         self._order = resolve(config.experience.sampler, SAMPLERS, "experience.sampler")
         self._batch_size, self._num_members = config.trainer.prompts_per_step, members_per_group(config)
+        self.prefetcher = Prefetcher(buffer)
         self._judged: dict[str, Group] = {}
         self._newest: dict[str, int] = {}
         self._dropped_before: Counter[str] | None = None
         self._loosest_bound = config.staleness.bound
         self.dropped_groups = 0
         self.first_group_at: float | None = None
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Let what becomes ready meanwhile be fetched for the next batch, if `prefetcher` runs."""
+        return self.prefetcher.ahead(self._judged)
 
     async def next_batch(self, lineage: int, step: int, should_stop: Callable[[], bool]) -> Batch | None:
         """Wait for a legal batch for `step` and take it; None at the end of the data, or when told to stop.
@@ -172,7 +179,7 @@ class BatchSource:
         new = [h.group_id for h in snapshot.headers if h.state is GroupState.READY and h.group_id not in self._judged]
         useless = []
         try:
-            fetched = await self._buffer.fetch(new) if new else []
+            fetched = await self.prefetcher.fetch(new) if new else []
         except PayloadLostError as error:
             await self._notice(f"{error}; its prompt is issued again")
             await self._evict([error.group_id], EvictionReason.PAYLOAD_LOST)
