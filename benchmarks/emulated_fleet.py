@@ -22,7 +22,7 @@ from laminar.experience.client import connect
 from laminar.experience.server import EmbeddedServer
 from laminar.types import ClaimedGroup, Prompt, Purpose, Trajectory, WeightVersion
 from relay.puller import open_puller
-from relay.server import RelayRole
+from relay.role import RelayRole
 from relay.store import open_store
 from rollout.engines.client import EngineClient
 from rollout.generation import Generator
@@ -52,7 +52,8 @@ class EngineHost:
         assert self._process.stdout is not None
         async with self._lock:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
-            answer: dict[str, Any] = json.loads(await self._process.stdout.readline())
+            line = await self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line or b"{}")  # at the end the host may go before a worker's last question
         return answer
 
 
@@ -97,6 +98,8 @@ class WatchedPlayer(Player):
 class Fleet:
     """A running tier."""
 
+    run_id: str
+    redis_url: str
     host: EngineHost
     workers: list[RolloutWorker]
     replicas: list[Replica]
@@ -188,7 +191,7 @@ async def _start_host(
 
 
 async def _start_workers(context: RoleContext, config: LaminarConfig, host: EngineHost) -> Fleet:
-    fleet = Fleet(host, [], [], [], None)
+    fleet = Fleet(context.run_id, context.redis_url, host, [], [], [], None)
 
     async def start_engine(path: Path, version: WeightVersion) -> tuple[Handle, EngineClient]:
         answer = await host.ask(start=str(path), version=str(version))
