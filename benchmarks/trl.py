@@ -2,14 +2,15 @@
 
 The same task, model, rewards, batch and loss (4 prompts of 8, tiny: 8; one update a step, clipped ratio, token mean, no KL;
 uninformative groups are trained by both) on the same two cores: TRL 1.16.0's `GRPOTrainer`, unmodified, one process of two
-threads on `transformers.generate`; ours, one worker's engine and one trainer of one thread each, `max_staleness` 4. Each
-trains for a fixed time; start-up (until the model is loaded; ours: until the first group is claimed) is told apart.
+threads on `transformers.generate`; TRL's `AsyncGRPOTrainer` on our engine, with shims (`trl_async_side`), one thread each;
+ours, one worker's engine and one trainer of one thread each. Both asynchronous ones have `max_staleness` 4. Each trains for
+a fixed time; start-up (until models are loaded and engines listen; ours: until the first group is claimed) is told apart.
 
 `tiny` is the 76k-parameter model, `smollm2` SmolLM2-135M on few-shot sums, both with answers of a few tokens;
 `smollm2_tails` has 5 % of prompts whose answers go on for 64 tokens. Rewards are noted by one function on both sides.
 
-Value: trained trajectories/s, ours over TRL, with tails. Bar: above 1, there and in the time to a mean reward of
-`TARGET` over the last `WINDOW` sums.
+Value: trained trajectories/s, ours over the better of the two, with tails. Bar: above 1, and first at a mean reward of
+0.6 over the last 64 sums (`trl_figures`).
 """
 
 import argparse
@@ -17,7 +18,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,27 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trl_figures import Seen, Task, compare, merge_ages, report
 from benchmarks.trl_task import COLUMNS, LONG_SHARE, with_long_tails
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET, WINDOW = 0.6, 64
+TRL_SIDES = {"trl": ("benchmarks.trl_side", 2), "trl_async": ("benchmarks.trl_async_side", 1)}
+"""Module and torch threads of each; the asynchronous one has an engine process of one thread beside it."""
 STOP_SECONDS = 240.0
 """For start-up, the last step and the end, beside the training time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What both train."""
-
-    name: str
-    model: str
-    rows: str
-    max_new_tokens: int
-    learning_rate: float
-    stop_token_ids: tuple[int, ...]
-    prompts_per_step: int = 4
-    group_size: int = 8
-    has_tails: bool = False
 
 
 SMOLLM2 = {
@@ -93,11 +80,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
 
-def run_trl(arm: Arm, python: str) -> dict[str, Any]:
-    """Train with TRL; what both sides report.
+def run_trl(arm: Arm, python: str, side: str) -> dict[str, Any]:
+    """Train with TRL, side `trl` or `trl_async`; what all sides report.
 
     Its model folder is ours but for the ids that end an answer, which TRL reads from `generation_config.json`.
     """
+    module, threads = TRL_SIDES[side]
     model = arm.folder / "model"
     model.mkdir()
     for file in (ROOT / arm.task.model).iterdir():
@@ -110,14 +98,20 @@ def run_trl(arm: Arm, python: str) -> dict[str, Any]:
     told = arm.folder / "told.jsonl"
     task = {
         "model": str(model), "rows": str(arm.write_rows()), "told": str(told), "seconds": arm.seconds, "seed": arm.seed,
-        "threads": 2, "clip_high": 0.28, "prompts_per_step": arm.task.prompts_per_step, "group_size": arm.task.group_size,
+        "threads": threads, "clip_high": 0.28, "stop_token_ids": arm.task.stop_token_ids,
+        "prompts_per_step": arm.task.prompts_per_step, "group_size": arm.task.group_size,
         "max_new_tokens": arm.task.max_new_tokens, "learning_rate": arm.task.learning_rate,
     }  # fmt: skip
     (arm.folder / "task.json").write_text(json.dumps(task))
     begun = time.time()
-    run_process([python, "-m", "benchmarks.trl_side", str(arm.folder / "task.json")], arm, {"OMP_NUM_THREADS": "2"})
-    steps = [(line["step"], line["at"]) for line in read_jsonl(told)]
-    return report("trl", arm, begun, steps[0][1], steps[1:], {0: 1.0})
+    run_process([python, "-m", module, str(arm.folder / "task.json")], arm, {"OMP_NUM_THREADS": str(threads)})
+    lines = read_jsonl(told)
+    steps = [(line["step"], line["at"]) for line in lines if "step" in line]
+    ages = [
+        (line["sample/staleness_mean"], line["sample/staleness_max"]) for line in lines if "sample/staleness_max" in line
+    ]
+    seen = Seen(side, begun, steps[0][1], steps[1:], *(merge_ages(ages) if ages else (0.0, 0)))
+    return report(arm.task, arm.seed, seen, read_jsonl(arm.notes))
 
 
 # -- ours --------------------------------------------------------------------------------------------------------------
@@ -181,8 +175,11 @@ def run_ours(arm: Arm) -> dict[str, Any]:
             if name.startswith("staleness/histogram_"):
                 age = int(name.rsplit("_", 1)[1])
                 ages[age] = ages.get(age, 0.0) + count
-    start = lines[0]["time"] - lines[0]["time/step_seconds"]
-    return report("ours", arm, begun, start, [(line["step"], line["time"]) for line in lines], ages)
+    seen = Seen(
+        "ours", begun, lines[0]["time"] - lines[0]["time/step_seconds"], [(line["step"], line["time"]) for line in lines],
+        sum(age * count for age, count in ages.items()) / sum(ages.values()), max(ages),
+    )  # fmt: skip
+    return report(arm.task, arm.seed, seen, read_jsonl(arm.notes))
 
 
 def run_process(command: Sequence[str], arm: Arm, variables: dict[str, str]) -> None:
@@ -206,104 +203,26 @@ def run_process(command: Sequence[str], arm: Arm, variables: dict[str, str]) -> 
         raise RuntimeError(f"{command[2]} ended with {code}: {output.read_text()[-2000:]}")
 
 
-# -- what was seen -----------------------------------------------------------------------------------------------------
-
-
-def report(
-    side: str, arm: Arm, begun: float, start: float, steps: Sequence[tuple[int, float]], ages: dict[int, float]
-) -> dict[str, Any]:
-    """One line of the comparison.
-
-    Args:
-        side: whose.
-        arm: what ran.
-        begun: Unix seconds when its process was started.
-        start: when training began.
-        steps: number and end of each step.
-        ages: trained trajectories by staleness.
-    """
-    notes = [line for line in read_jsonl(arm.notes) if line["at"] <= steps[-1][1]]
-    per_step = arm.task.prompts_per_step * arm.task.group_size
-    seconds, samples = reached([line for line in notes if not line["long"]], TARGET, WINDOW)
-    trained = len(steps) * per_step
-    return {
-        "side": side,
-        "task": arm.task.name,
-        "seed": arm.seed,
-        "start_up_seconds": round(start - begun, 1),
-        "seconds": round(steps[-1][1] - start, 1),
-        "steps": len(steps),
-        "trained_per_second": round(trained / (steps[-1][1] - start), 3),
-        "seconds_to_reward": None if seconds is None else round(seconds - start, 1),
-        "samples_to_reward": samples,
-        "reward_first": round(statistics.fmean(line["score"] for line in notes[:WINDOW]), 3),
-        "reward_last": round(statistics.fmean(line["score"] for line in notes[-WINDOW:]), 3),
-        "untrained_share": round(max(0.0, 1 - trained / len(notes)), 3),
-        "staleness_mean": round(sum(age * n for age, n in ages.items()) / sum(ages.values()), 2),
-        "staleness_max": max(ages),
-    }
-
-
-def reached(notes: Sequence[dict[str, Any]], target: float, window: int) -> tuple[float | None, int | None]:
-    """When, and after how many notes, the mean score of the last `window` first was at least `target`; None if never."""
-    for end in range(window, len(notes) + 1):
-        if statistics.fmean(note["score"] for note in notes[end - window : end]) >= target:
-            return notes[end - 1]["at"], end
-    return None, None
-
-
-def compare(arms: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last line: ratios of medians by task, and whether ours is ahead with tails, in both respects."""
-    ratios = {}
-    for task in dict.fromkeys(arm["task"] for arm in arms):
-        of_side = {side: [arm for arm in arms if arm["task"] == task and arm["side"] == side] for side in ("ours", "trl")}
-        if all(of_side.values()):
-            speed, delay = (
-                {side: _median(found, name) for side, found in of_side.items()}
-                for name in ("trained_per_second", "seconds_to_reward")
-            )
-            ratios[task] = {
-                "trained_per_second": round(speed["ours"] / speed["trl"], 3),
-                "reached_first": "ours"
-                if delay["ours"] < delay["trl"]
-                else "trl"
-                if delay["trl"] < delay["ours"]
-                else "nobody",
-            }
-    tails = ratios.get("smollm2_tails")
-    return {
-        "name": "trl", "value": tails and tails["trained_per_second"], "bar": 1.0,
-        "unit": "trained trajectories/s, ours over TRL, 135M model, long tails",
-        "holds": bool(tails and tails["trained_per_second"] > 1 and tails["reached_first"] == "ours"),
-        "ratios": ratios, "target": TARGET, "cores": os.cpu_count(), "load": os.getloadavg()[0], "arms": list(arms),
-    }  # fmt: skip
-
-
-def _median(arms: Sequence[dict[str, Any]], name: str) -> float:
-    """Of the seeds; one that never got there counts as infinitely late."""
-    return statistics.median(float("inf") if arm[name] is None else arm[name] for arm in arms)
-
-
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Ours beside TRL.")
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed, tiny 15 s and the others 70 s a side: about 8 minutes"
-    )
+    parser.add_argument("--quick", action="store_true", help="one seed, 15 s a side for tiny, 60 s for the others")
+    parser.add_argument("--sides", default="trl,ours,trl_async", help="who trains, with commas")
     parser.add_argument("--models", default="tiny,smollm2,smollm2_tails", help="tasks, with commas")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has trl==1.16.0 and accelerate")
     parser.add_argument("--seconds", type=float, help="training time of a side, instead of the default")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no child is left
     seeds = (0,) if arguments.quick else (0, 1, 2, 3, 4)
+    sides = arguments.sides.split(",")
     arms: list[dict[str, Any]] = []
     for seed in seeds:
         for place, name in enumerate(arguments.models.split(",")):
-            usual = (15.0 if name == "tiny" else 70.0) if arguments.quick else (30.0 if name == "tiny" else 300.0)
-            for side in ("trl", "ours") if (place + seed) % 2 == 0 else ("ours", "trl"):
+            usual = (15.0 if name == "tiny" else 60.0) if arguments.quick else (30.0 if name == "tiny" else 300.0)
+            for side in sides if (place + seed) % 2 == 0 else sides[::-1]:
                 with tempfile.TemporaryDirectory(prefix="laminar-trl-") as folder:
                     arm = Arm(TASKS[name], seed, arguments.seconds or usual, Path(folder))
-                    arms.append(run_trl(arm, arguments.python) if side == "trl" else run_ours(arm))
+                    arms.append(run_ours(arm) if side == "ours" else run_trl(arm, arguments.python, side))
                 print(json.dumps(arms[-1]), flush=True)
     print(json.dumps(compare(arms)))
 
