@@ -43,6 +43,9 @@ OURS = tuple(
     )
 )  # fmt: skip
 BARS = {"synchronous": 1.8, "one_step": 1.3}
+TIME_FACTOR = 16.0
+LIMIT_SECONDS = 600.0
+"""Of one system."""
 COLUMNS = (
     "trained_tokens_per_second", "generated_tokens_per_second", "staleness_mean", "staleness_max", "engine_idle_share",
     "trainer_idle_share", "engines_cpu_share", "workers_cpu_share", "workers_late_share", "engines_lag_seconds",
@@ -77,36 +80,46 @@ def row(arm: dict[str, Any]) -> str:
     return f"{arm['system']:20}" + "".join(f"{arm[column]:>12.3g}" for column in COLUMNS)
 
 
+async def measure_all(
+    folder: Path, *, quick: bool, time_factor: float = TIME_FACTOR, names: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Measure every system, or those of the given names: once, or three times in alternating order.
+
+    Args:
+        folder: scratch.
+        quick: once, and fewer steps.
+        time_factor: real seconds in one of this machine.
+        names: empty for all.
+    """
+    from benchmarks.systems_run import measure  # heavy: torch and DeepSpeed
+
+    model = folder / "model"
+    model.mkdir()
+    make_model(model)
+    systems = [system for system in (SYNCHRONOUS, ONE_STEP, *OURS) if not names or system.name in names]
+    rounds = [systems] if quick else [systems, systems[::-1], systems]
+    arms = []
+    print(f"{'':20}" + "".join(f"{column[:11]:>12}" for column in COLUMNS), flush=True)
+    for system in [system for group in rounds for system in group]:
+        warm_steps, steps = (3, 4) if system in OURS else (1, 2)
+        pace = {"time_factor": time_factor, "warm_steps": warm_steps, "steps": steps if quick else 2 * steps}
+        arm = await measure(system, model, folder, limit_seconds=LIMIT_SECONDS, **pace)
+        arms.append(arm | pace)
+        print(row(arms[-1]), flush=True)
+    return arms
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Is asynchronous training worth it?")
     parser.add_argument("--quick", action="store_true", help="every system once, fewer steps: about six minutes")
-    parser.add_argument("--time-factor", type=float, default=16.0, help="real seconds in one of this machine")
+    parser.add_argument("--time-factor", type=float, default=TIME_FACTOR, help="real seconds in one of this machine")
     parser.add_argument("--only", default="", help="systems, by name, with commas; then nothing is compared")
     arguments = parser.parse_args()
-    from benchmarks.systems_run import measure  # heavy: torch and DeepSpeed
-
-    systems = [s for s in (SYNCHRONOUS, ONE_STEP, *OURS) if not arguments.only or s.name in arguments.only.split(",")]
-    rounds = [systems] if arguments.quick else [systems, systems[::-1], systems]
-    arms = []
-    print(f"{'':20}" + "".join(f"{column[:11]:>12}" for column in COLUMNS), flush=True)
+    names = arguments.only.split(",") if arguments.only else ()
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
-        model.mkdir()
-        make_model(model)
-        for system in [system for group in rounds for system in group]:
-            is_ours = system in OURS
-            warm_steps, steps = (3, 4) if is_ours else (1, 2)
-            arms.append(
-                asyncio.run(
-                    measure(
-                        system, model, Path(folder), time_factor=arguments.time_factor, limit_seconds=600.0,
-                        warm_steps=warm_steps, steps=steps if arguments.quick else 2 * steps,
-                    )
-                )
-            )  # fmt: skip
-            print(row(arms[-1]), flush=True)
-    print(json.dumps(arms if arguments.only else compare(arms)))
+        arms = asyncio.run(measure_all(Path(folder), quick=arguments.quick, time_factor=arguments.time_factor, names=names))
+    print(json.dumps(arms if names else compare(arms)))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ TRL's own rollout worker and weight transfer need vLLM on a GPU, so these shims 
 of one prompt, at most `max_staleness` steps' worth of answers in flight, advantages by group, the version at a group's start
 as its version, generation paused (caches kept) while weights are sent after every step. The trainer, its queue, batches,
 loss and staleness filter are TRL's. A third shim: its packed attention is a CUDA kernel from the hub; `tree_attention`
-computes the same on a CPU, registered through `transformers.AttentionInterface`. Needs TRL and our package in one
-interpreter.
+computes the same on a CPU, registered through `transformers.AttentionInterface`. A fourth: the trainer asks CUDA for the
+GPU's name, for a metric; here it is told that nothing is known. Needs TRL and our package in one interpreter.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AttentionInterface, AutoTokenizer, TrainerCallback
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
@@ -215,6 +215,7 @@ def main() -> None:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     engine = Engine(Path(task["model"]), folder)
     watch = Watch(Path(task["told"]), task["seconds"])
     worker = Worker(engine, task, rows)
