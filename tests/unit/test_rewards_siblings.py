@@ -153,7 +153,7 @@ async def test_a_failure_goes_at_once_and_may_be_the_one_that_was_waited_for():
 
 async def test_a_member_that_is_played_again_is_waited_for():
     judge = Together([1.0, 2.0])
-    desk, siblings = desk_and_siblings(2, judge, 1)
+    _, siblings = desk_and_siblings(2, judge, 1)
     waiting = asyncio.create_task(siblings.hand_in(played(0)))
     await asyncio.sleep(0)
     assert (await siblings.hand_in(broken(1)))[1] == "replay"
