@@ -88,7 +88,7 @@ def make_plan(config: LaminarConfig, machines: Sequence[Machine], model: Model |
     roles = [*trainer_specs(config, "dry"), *(rollout_spec(config, i) for i in range(config.rollout.num_workers))]
     placed = place(roles, machines, is_local=is_one_machine(config))
     parts = {} if model is None else _parts(config, model, placed)
-    capacity = {}
+    capacity: dict[Place, int] = {}
     for number, machine in enumerate(machines):
         capacity |= {Place(number, "host"): machine.host_bytes, Place(number, "shared"): machine.shared_bytes}
         capacity |= {Place(number, "device", d): int(machine.gpu_bytes * USABLE) for d in range(machine.num_gpus)}
@@ -179,7 +179,8 @@ def _roles_on(machine: int, plan: Plan, config: LaminarConfig) -> list[str]:
         lines.append(f"relay-{machine}")
     if machine == 0:
         data = ["data module"] if config.experience.redis_url == "embedded" else []
-        others = [role for role in DRIVER_ROLES if role != "manager" or config.rollout.wants_manager]
+        is_managed = config.rollout.wants_manager(config.rollout.num_workers)
+        others = [role for role in DRIVER_ROLES if role != "manager" or is_managed]
         if not config.dashboard.enabled:
             others.remove("dashboard")
         lines.append(", ".join([*others, *data]))

@@ -6,6 +6,7 @@ replicas drain than before.
 
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from simpy import Environment, Event
 
@@ -75,7 +76,7 @@ class Fleet:
             machine = worker.number * engine.num_gpus // transfers.gpus_per_machine
             timer = self.env.timeout(transfers.arrival_seconds(machine))
             assert timer.callbacks is not None
-            timer.callbacks.append(lambda _, worker=worker: worker.arrive(version))
+            timer.callbacks.append(partial(_arrive, worker, version))
 
     def broadcast(self, version: int) -> Generator[Event, None, None]:
         """Everybody stands still for a global broadcast; what runs is computed anew under the new weights."""
@@ -170,3 +171,7 @@ class Fleet:
             request.uncached = request.context
             host.groups.add(request.group)
             host.begin([request])
+
+
+def _arrive(worker: SimulatedWorker, version: int, _: Event) -> None:
+    worker.arrive(version)
