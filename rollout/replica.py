@@ -21,12 +21,12 @@ from laminar.config.rollout import EngineConfig
 from laminar.errors import DeadlineError, EngineError, RelayError
 from laminar.telemetry.clock import StateClock
 from laminar.types import FinishReason, Int32Array, SamplingParameters, WeightVersion
-from relay.puller import Puller
 from relay.store import WEIGHTS_NAME
 from rollout.berths import Berths
-from rollout.engine_handle import EngineHandle, StartEngine
+from rollout.engine_handle import EngineHandle, StartEngine, WeightSource
 from rollout.engines.client import BrokenAnswerError, EngineClient
 from rollout.generation import Generation, OnSegment
+from rollout.quarantine import Quarantine, RejectedWeightsError
 from rollout.streaming import as_segments
 from rollout.trial import Trial
 from rollout.verification import Check, Verdict, check_held, check_probe
@@ -49,7 +49,7 @@ class _Request:
 class Replica:
     """An engine that is kept alive and on known weights."""
 
-    def __init__(self, config: EngineConfig, puller: Puller, start_engine: StartEngine) -> None:
+    def __init__(self, config: EngineConfig, puller: WeightSource, start_engine: StartEngine) -> None:
         self._config, self._puller, self._start_engine = config, puller, start_engine
         self._process: EngineHandle | None = None
         self._client: EngineClient | None = None
@@ -69,6 +69,7 @@ class Replica:
         """Seconds and bytes of the last update; None before the first."""
         self.last_verdict: Verdict | None = None
         """On the weights that came with the last swap."""
+        self.quarantine = Quarantine()
         self._trial = Trial()
 
     @property
@@ -99,14 +100,19 @@ class Replica:
         await self._set_version(None)
 
     async def start(self) -> None:
-        """Start the engine on the newest complete version.
+        """Start the engine on the newest complete version. One that does not hold what it should is condemned at once.
 
         Raises:
             RelayError: there is none.
             EngineError, DeadlineError: it does not come up.
         """
         with self._lease_newest() as (version, path):
-            self._process, self._client = await self._start_engine(path, version)
+            try:
+                self._process, self._client = await self._start_engine(path, version)
+            except RejectedWeightsError as error:
+                self.quarantine.note_rejection(error.verdict)
+                await self.condemn(str(error))
+                return
         self._trial = Trial()
         await self._set_version(version)
 
@@ -295,6 +301,8 @@ class Replica:
                 self._swapping = False
                 trial.end(accepted=False)
             self.last_verdict = verdict
+            if verdict.check is not Check.ANSWER:  # one that did not answer holds unknown weights, not wrong ones
+                self.quarantine.note_swap(verdict)
             if not verdict.is_accepted and self._client is client:
                 await self.condemn(verdict.reason)
 

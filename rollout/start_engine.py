@@ -5,13 +5,13 @@ from pathlib import Path
 
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
-from laminar.errors import EngineError
 from laminar.types import WeightVersion
 from rollout.engine_handle import EngineHandle, StartEngine
 from rollout.engines.client import EngineClient
 from rollout.engines.launch import CHECKS_WEIGHTS, READS_BACK, EngineLaunch
 from rollout.engines.pinned_load import PinnedLoad
 from rollout.engines.process import EngineProcess
+from rollout.quarantine import RejectedWeightsError
 from rollout.verification import verify
 
 
@@ -64,7 +64,7 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
             undo.push_async_callback(client.close)
             verdict = await verify(client, path, version, engine.probe_tolerance)
             if not verdict.is_accepted:
-                raise EngineError(f"the engine was started on {version}: {verdict.reason}")
+                raise RejectedWeightsError(verdict)
             undo.pop_all()
         return process, client
 

@@ -109,6 +109,7 @@ class WorkerCounts:
             "experience/producer_wait_seconds": self._producer_wait_seconds,
             "worker/resumed_tokens": self._resumed_tokens,
             "worker/engine_restarts": replica.restarts,
+            "worker/rejected_weights": replica.quarantine.num_rejections,
             "weights/swap_seconds": replica.last_swap_seconds,
             **{f"rollout/failures_{kind}": count for kind, count in self._failures.items()},
         }

@@ -190,7 +190,7 @@ class Slots:
                 if int(code) != 0:
                     raise ValueError(f"{path} cannot be registered as pinned memory (CUDA error {int(code)})")
             self._storages[status.st_ino] = storage
-        data = torch.empty(0, dtype=torch.uint8).set_(storage)
+        data = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type,unused-ignore]
         header_bytes = int.from_bytes(bytes(data[:8].tolist()), "little")
         header = json.loads(bytes(data[8 : 8 + header_bytes].tolist()))
         start = 8 + header_bytes
