@@ -4,7 +4,7 @@
 machine's cores (pinned in turn); one thread each. Start-up, connecting and allocating are not counted.
 
 - publish: the trainer's stall for one version, every earlier one having reached all relays, over one plain copy of the same
-  bytes into touched memory, alternating. Bar: 1.3x. The same with 1 and with 8 relays attached (64 MB). Bar: within 10 %.
+  bytes into touched memory, alternating. Bar: 1.3x. The same with 1 and with 8 relays attached (32 MB). Bar: within 10 %.
   Contended: the same while the version before is still on its way; reported only.
 - chain: bytes x hops / (publish to the last of 4 relays), over one raw socket stream into touched memory. Bar: 0.6x.
 - length: with every hop throttled to 50 MB/s (64 MB), time to the last of 8 relays over that to the last of 2. Bar: 1.3x.
@@ -64,11 +64,13 @@ def measure_publish(chain: Chain, tensors: list[tuple[str, torch.Tensor]], repea
 
 def measure_attached(repeats: int) -> dict[str, float]:
     """Median stall with 1 and with 8 relays attached, and the throttled broadcast to the last of 2 and of 8."""
-    tensors, figures = model(64), {}
+    figures = {}
     for num_relays in (1, 8):
+        tensors = model(32)
         with running_chain(tensors, num_relays) as chain:
             figures[f"stall_seconds_{num_relays}"] = measure_publish(chain, tensors, repeats)["stall_seconds"]
     for num_relays in (2, 8):
+        tensors = model(64)
         with running_chain(tensors, num_relays, bytes_per_second=THROTTLE) as chain:
             chain.publish()
             figures[f"throttled_seconds_{num_relays}"] = chain.wait()
@@ -87,16 +89,17 @@ def main() -> int:
     num_bytes = sum(tensor.nbytes for _, tensor in tensors)
     with running_chain(tensors, 4) as chain:
         publish = measure_publish(chain, tensors, repeats)
-    print("publish and chain", publish, flush=True)
+    clock = lambda: f"{time.perf_counter() - started:.0f} s:"  # noqa: E731
+    print(clock(), "publish and chain", publish, flush=True)
     raw_seconds = raw_stream(num_bytes, repeats)
     pull = measure_pull(repeats)
-    print("pull", pull, flush=True)
+    print(clock(), "pull", pull, flush=True)
     peers = {}
     for name, measure in PEERS.items():
         peers[name] = measure(num_bytes, 1 if name == "redis_chunks" else 2 if quick else 5)
-        print(name, peers[name], flush=True)
+        print(clock(), name, peers[name], flush=True)
     attached = measure_attached(repeats)
-    print("attached", attached, flush=True)
+    print(clock(), "attached", attached, flush=True)
     ours = publish["stall_seconds"] + publish["best_last_relay_seconds"]
     ratios: dict[str, Any] = {
         "publish": publish["stall_seconds"] / publish["copy_seconds"],

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy
 import redis
 import torch
 from safetensors.torch import load_file, save_file
@@ -223,11 +224,21 @@ def ray_object_store(num_bytes: int, repeats: int) -> float:
     """`ray.put` once, `ray.get` by four actors of the same machine, each copying into touched memory."""
     import ray
 
+    class Reader:  # defined here, so that it travels by value and its process imports no torch
+        def __init__(self) -> None:
+            self._target = numpy.ones(num_bytes, numpy.uint8)
+
+        def ready(self) -> bool:
+            return True
+
+        def read(self, references: list[Any]) -> None:
+            self._target[:] = ray.get(references[0])
+
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=(repeats + 1) * num_bytes)
     source = touched(num_bytes).numpy()
     try:
-        readers = [ray.remote(num_cpus=0)(_RayReader).remote(num_bytes) for _ in range(NUM_READERS)]
-        ray.get([reader.ready.remote() for reader in readers], timeout=DEADLINE_SECONDS)
+        readers = [ray.remote(num_cpus=0)(Reader).remote() for _ in range(NUM_READERS)]
+        ray.get([reader.ready.remote() for reader in readers], timeout=2 * DEADLINE_SECONDS)
         seconds = []
         for _ in range(repeats):
             started = time.perf_counter()
@@ -238,20 +249,6 @@ def ray_object_store(num_bytes: int, repeats: int) -> float:
         return min(seconds)
     finally:
         ray.shutdown()
-
-
-class _RayReader:
-    def __init__(self, num_bytes: int) -> None:
-        torch.set_num_threads(1)
-        self._target = touched(num_bytes).numpy()
-
-    def ready(self) -> bool:
-        return True
-
-    def read(self, references: list[Any]) -> None:
-        import ray
-
-        self._target[:] = ray.get(references[0])
 
 
 PEERS: dict[str, Callable[[int, int], float]] = {
