@@ -8,6 +8,8 @@ Does not know how tensors are gathered (`trainer.publishing`), who reads, or oth
 import shutil
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from relay.probe import Probe
 from relay.reveal import reveal
 from relay.slots import Slot
 from relay.store import PUBLISHER, VersionStore, kept_versions, open_store
-from relay.writing import fill_slot
+from relay.writing import fill_slot, piece_checksums
 
 MODEL_FILE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 """What of a model folder goes into every version: config, tokenizer, chat template, the model's own code; no weights."""
@@ -72,6 +74,9 @@ class Publisher:
         self._slots: list[Slot] = []
         self._pinned: list[Slot] = []
         self._lock: FileLock | None = None
+        self._thread = ThreadPoolExecutor(1, "relay-publish")
+        self._finishing: Future[None] | None = None
+        """Checksums and appearance of the version that was copied last, where its publish did not wait for them."""
         if rank == 0:
             self._lock = store.hold(PUBLISHER)
             store.clean_partial()
@@ -94,7 +99,12 @@ class Publisher:
             self._layout = layout
 
     def publish(
-        self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+        self,
+        version: WeightVersion,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        probe: Probe | None = None,
+        *,
+        wait: bool = True,
     ) -> PublishReport:
         """Make a version visible to this machine's readers, or nothing at all.
 
@@ -105,6 +115,8 @@ class Publisher:
             version: newer than all that were published before.
             tensors: (name, values), in any order; cast to the layout's number type.
             probe: what the trainer's forward pass makes of fixed tokens; goes along for readers to compare.
+            wait: for its appearance. If not, it returns when the tensors are copied, which may change then; checksums and
+                appearance follow in a thread, and what they raise is raised by the next call or by `settle`.
 
         Raises:
             RelayError: if a newer version exists, or a tensor does not fit the layout (named); nothing is published then.
@@ -113,6 +125,7 @@ class Publisher:
         started = time.perf_counter()
         if self._rank != 0:
             return PublishReport(0.0, 0, skipped=False, reason=f"rank {self._rank} of {self._world_size} does not write")
+        self.settle()
         complete = self._store.versions()
         if version in complete:
             return PublishReport(time.perf_counter() - started, 0, skipped=False, reason=f"{version} is complete already")
@@ -127,16 +140,24 @@ class Publisher:
         if slot is None:
             return PublishReport(time.perf_counter() - started, 0, skipped=True, reason=self._why_full())
         chunk_bytes = self._chunk_bytes or self._store.advised_chunk_bytes() or CHUNK_BYTES
-        try:
-            checksums = fill_slot(slot, layout, tensors, chunk_bytes)
-            self._reveal(version, slot, layout, chunk_bytes, checksums, probe)
-        finally:
-            slot.unlock()
-        self._store.prune()
+        with ExitStack() as undo:
+            undo.callback(slot.unlock)
+            fill_slot(slot, layout, tensors)
+            undo.pop_all()
+        self._finishing = self._thread.submit(self._finish, version, slot, layout, chunk_bytes, probe)
+        if wait:
+            self.settle()
         return PublishReport(time.perf_counter() - started, layout.file_bytes, skipped=False, reason="")
+
+    def settle(self) -> None:
+        """Wait until the version that was copied last is there; harmless when repeated."""
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            finishing.result()
 
     def close(self) -> None:
         """Stop publishing; the versions stay."""
+        self._thread.shutdown()
         unpin_slots(self._pinned)
         self._pinned = []
         for slot in self._slots:
@@ -145,15 +166,15 @@ class Publisher:
         if self._lock is not None:
             self._lock.release()
 
-    def _reveal(
-        self,
-        version: WeightVersion,
-        slot: Slot,
-        layout: Layout,
-        chunk_bytes: int,
-        checksums: tuple[str, ...],
-        probe: Probe | None,
-    ) -> None:
+    def _finish(self, version: WeightVersion, slot: Slot, layout: Layout, chunk_bytes: int, probe: Probe | None) -> None:
+        """Checksum a filled slot and make it appear."""
+        try:
+            self._reveal(version, slot, layout, chunk_bytes, probe)
+        finally:
+            slot.unlock()
+        self._store.prune()
+
+    def _reveal(self, version: WeightVersion, slot: Slot, layout: Layout, chunk_bytes: int, probe: Probe | None) -> None:
         manifest = Manifest(
             version=version,
             run_id=self._store.run_id,
@@ -161,7 +182,7 @@ class Publisher:
             tied=layout.tied,
             file_bytes=layout.file_bytes,
             chunk_bytes=chunk_bytes,
-            checksums=checksums,
+            checksums=piece_checksums(slot, chunk_bytes),
             probe=probe,
         )
         reveal(self._store, manifest, slot)

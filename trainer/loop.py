@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import xxhash
@@ -206,7 +207,8 @@ class TrainingLoop:
         lineage = self.progress.lineage
         try:
             await self._buffer.publish(lineage, step, trained=True)
-            published = await self.in_thread(self._publisher.publish, WeightVersion(lineage, step))
+            publish = partial(self._publisher.publish, WeightVersion(lineage, step), wait=False)
+            published = await self.in_thread(publish)
             await self._buffer.ack(lineage, step)
         except ExperienceError as error:
             return await self._reopen(error)
@@ -266,6 +268,7 @@ class TrainingLoop:
         """At the end: offer the last version until it is complete, for it is what is evaluated."""
         self._clock.enter("publish")
         deadline = time.monotonic() + LAST_OFFER_SECONDS
+        await self.in_thread(self._publisher.settle)
         while self._publisher.has_unpublished and time.monotonic() < deadline:
             await self.in_thread(self._publisher.offer_again)
             await asyncio.sleep(OFFER_SECONDS)

@@ -52,15 +52,24 @@ class WeightPublisher:
         """Whether the newest version still waits for a free slot."""
         return self._unpublished is not None
 
-    def publish(self, version: WeightVersion) -> Published:
-        """Copy the current weights into a free slot; blocking, called between optimizer steps by one thread."""
+    def publish(self, version: WeightVersion, *, wait: bool = True) -> Published:
+        """Copy the current weights into a free slot; blocking, called between optimizer steps by one thread.
+
+        Args:
+            version: their name.
+            wait: until the version is there. If not, checksums and appearance follow while training goes on.
+        """
         started = time.monotonic()
-        report = self._publisher.publish(version, self._state_tensors(), self._probe())
+        report = self._publisher.publish(version, self._state_tensors(), self._probe(), wait=wait)
         self._unpublished = version if report.skipped else None
         if report.skipped:
             self.skipped_publishes += 1
             logger.warning("version %s skipped: %s; it is offered again", version, report.reason)
         return Published(time.monotonic() - started, report.bytes, report.skipped)
+
+    def settle(self) -> None:
+        """Wait until the version that was copied last is there."""
+        self._publisher.settle()
 
     def supersede(self) -> None:
         """The weights are about to change: what was skipped is not offered under its number any more."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,28 @@ def test_failed_publish_leaves_the_older_version_and_can_be_repeated(machine):
         assert read(folder) == 5.0
     machine.publish("0.1")
     assert machine.complete() == ["0.1"]
+
+
+def test_publish_that_does_not_wait_has_taken_the_values_when_it_returns_and_shows_them_later(machine):
+    tensors = state(1)
+    report = machine.publisher.publish(version("0.1"), tensors.items(), wait=False)
+    for tensor in tensors.values():
+        tensor.fill_(9)
+    machine.publisher.settle()
+    assert report.bytes > 0
+    with machine.store.lease(version("0.1")) as folder:
+        assert read(folder) == 1
+
+
+def test_what_fails_after_the_copy_is_raised_by_the_next_call_and_the_slot_is_free_again(machine):
+    machine.publish("0.1")
+    shutil.rmtree(machine.store.folder / "versions")
+    machine.publisher.publish(version("0.2"), state(2).items(), wait=False)
+    with pytest.raises(FileNotFoundError):
+        machine.publisher.publish(version("0.3"), state(3).items())
+    machine.store.create()
+    machine.publish("0.3")
+    assert machine.store.versions() == [version("0.3")]
 
 
 def test_layout_is_fixed_at_the_first_publish(machine):

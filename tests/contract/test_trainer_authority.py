@@ -47,9 +47,12 @@ class Weights:
     def __init__(self):
         self.newest = None
 
-    def publish(self, version, tensors, probe):
+    def publish(self, version, tensors, probe, wait=True):
         self.newest = version
         return SimpleNamespace(skipped=False, bytes=0, reason="")
+
+    def settle(self):
+        """Every version is there at once."""
 
 
 class Session:
