@@ -41,6 +41,7 @@ from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import Puller, open_puller
 from rollout.engines.wire import EngineLoad
 from rollout.environments.factory import is_resumable
+from rollout.episode_trace import EpisodeTrace
 from rollout.evaluation import EvaluationResult, evaluate
 from rollout.guest_door import GuestDoor
 from rollout.harbour import Harbour
@@ -81,6 +82,7 @@ class RolloutWorker:
         self._may_swap = asyncio.Event()
         self._may_swap.set()
         self._counts = WorkerCounts(self._rollout)
+        self._trace = EpisodeTrace(config.metrics.trajectory_rate if config.metrics.trace else 0.0)
         self._in_flight_limit = self._rollout.max_in_flight_groups
         self._num_retractions = 0
 
@@ -226,6 +228,7 @@ class RolloutWorker:
         try:
             for replay in itertools.count():
                 trajectory = await self._try_member(group, member, replay, left if not replay else None)
+                trajectory = self._trace.add(trajectory)
                 if self._log:
                     self._log.add(trajectory)
                 self._counts.end(trajectory)
@@ -343,7 +346,8 @@ class RolloutWorker:
             self._adapt(load)
             states, spans = self._replica.clock.take()
             metrics = self._measure(load) | self._counts.split_generating(states, load)
-            await self._telemetry.emit("worker", metrics, fields={"spans": spans})
+            drawn = {"spans": spans, "episodes": self._trace.take(), "pulls": self._replica.take_pulls()}
+            await self._telemetry.emit("worker", metrics, fields={name: values for name, values in drawn.items() if values})
             if alarm := self._counts.alarm():
                 await self._telemetry.emit("notice", fields={"text": alarm})
             await asyncio.sleep(REPORT_SECONDS)

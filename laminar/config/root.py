@@ -5,6 +5,7 @@ from pydantic import Field
 from laminar.config.rollout import RolloutConfig
 from laminar.config.section import Section
 from laminar.config.system import (
+    AlertsConfig,
     CheckpointConfig,
     ClusterConfig,
     DashboardConfig,
@@ -38,5 +39,6 @@ class LaminarConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
+    alerts: AlertsConfig = AlertsConfig()
     dashboard: DashboardConfig = DashboardConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -88,7 +88,7 @@ def make_plan(config: LaminarConfig, machines: Sequence[Machine], model: Model |
     roles = [*trainer_specs(config, "dry"), *(rollout_spec(config, i) for i in range(config.rollout.num_workers))]
     placed = place(roles, machines, is_local=is_one_machine(config))
     parts = {} if model is None else _parts(config, model, placed)
-    capacity = {}
+    capacity: dict[Place, int] = {}
     for number, machine in enumerate(machines):
         capacity |= {Place(number, "host"): machine.host_bytes, Place(number, "shared"): machine.shared_bytes}
         capacity |= {Place(number, "device", d): int(machine.gpu_bytes * USABLE) for d in range(machine.num_gpus)}
