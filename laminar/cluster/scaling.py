@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from laminar.cluster.crew import Crew
+from laminar.config.rollout import RolloutConfig
 from laminar.errors import ConfigError, EnvironmentSetupError
 from laminar.telemetry.stream import TelemetryWriter
 
@@ -34,7 +35,7 @@ class Scaling:
     """Follows the wanted number.
 
     Args:
-        num_workers: how many there are at the start, numbered from 0.
+        rollout: how many workers there are at the start, numbered from 0, and whether more of them want a manager.
         crew: starts and retires them.
         telemetry: told of changes.
         say: for the user.
@@ -43,8 +44,9 @@ class Scaling:
         wanted: the number.
     """
 
-    def __init__(self, num_workers: int, crew: Crew, telemetry: TelemetryWriter, say: Callable[[str], None]) -> None:
-        self.wanted = self._num_workers = num_workers
+    def __init__(self, rollout: RolloutConfig, crew: Crew, telemetry: TelemetryWriter, say: Callable[[str], None]) -> None:
+        self.wanted = self._num_workers = rollout.num_workers
+        self._rollout, self._has_manager = rollout, False
         self._crew, self._telemetry, self._say = crew, telemetry, say
         self._changed = asyncio.Event()
 
@@ -65,6 +67,9 @@ class Scaling:
         """
         async with asyncio.TaskGroup() as group:
             while True:
+                if not self._has_manager and self._rollout.wants_manager(self._num_workers):
+                    self._has_manager = True
+                    group.create_task(self._crew.keep_manager())
                 await self._changed.wait()
                 self._changed.clear()
                 while self._num_workers < self.wanted:

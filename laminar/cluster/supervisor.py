@@ -218,7 +218,7 @@ class Supervisor:
             self._server, self._redis, data, context.run_id, self._config, crew.restarts, telemetry, self._say
         )
         live = LiveSettings(self._config, self._folder, self._redis, context.run_id, data, keeper, crew)
-        scaling = Scaling(self._config.rollout.num_workers, crew, telemetry, self._say)
+        scaling = Scaling(self._config.rollout, crew, telemetry, self._say)
         actions: dict[Verb, Action] = {
             Verb.STOP: self._stop_by_request, Verb.PAUSE: live.pause, Verb.UNPAUSE: live.unpause, Verb.SET: live.set,
             Verb.SCALE: scaling.change,
@@ -226,7 +226,7 @@ class Supervisor:
         began = self._folder.read_state().started_at
         desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say, began)
         held_out = data.encoded_held_out()
-        evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
+        evaluations = Evaluations(self._config, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
             async with asyncio.TaskGroup() as group:
                 background = [
@@ -234,12 +234,12 @@ class Supervisor:
                     group.create_task(observer.run()),
                     group.create_task(self._measure_memory(context.run_id)),
                     group.create_task(crew.keep_relays()),
-                    *([group.create_task(crew.keep_manager())] if self._config.rollout.wants_manager else []),
                     group.create_task(keeper.run()),
                     group.create_task(desk.run()),
                     group.create_task(scaling.run()),
                     group.create_task(self._housekeeper(telemetry).run()),
                     group.create_task(keep_children(self._children, crew.restarts, telemetry)),
+                    group.create_task(evaluations.run()),
                 ]
                 await self._train(crew, evaluations, follower, live, group, background)
                 await crew.stop()
@@ -290,10 +290,9 @@ class Supervisor:
         progress.cancel()
         result = training.result()
         self.outcome.status, self.outcome.reason = "finished", str(result.get("reason", ""))
-        if evaluations.wants_end:
-            evaluating = group.create_task(evaluations.evaluate(int(result["step"])))
-            await asyncio.wait([evaluating, stopping], return_when=asyncio.FIRST_COMPLETED)
-            evaluating.cancel()
+        evaluating = group.create_task(evaluations.finish(int(result["step"])))
+        await asyncio.wait([evaluating, stopping], return_when=asyncio.FIRST_COMPLETED)
+        evaluating.cancel()
         stopping.cancel()
 
     async def _stop_training(self, crew: Crew, training: "asyncio.Task[dict[str, Any]]") -> None:

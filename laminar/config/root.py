@@ -4,6 +4,7 @@ from pydantic import Field
 
 from laminar.config.rollout import RolloutConfig
 from laminar.config.section import Section
+from laminar.config.simulate import SimulateConfig
 from laminar.config.system import (
     AlertsConfig,
     CheckpointConfig,
@@ -42,3 +43,4 @@ class LaminarConfig(Section):
     alerts: AlertsConfig = AlertsConfig()
     dashboard: DashboardConfig = DashboardConfig()
     cluster: ClusterConfig = ClusterConfig()
+    simulate: SimulateConfig = SimulateConfig()

@@ -179,7 +179,8 @@ def _roles_on(machine: int, plan: Plan, config: LaminarConfig) -> list[str]:
         lines.append(f"relay-{machine}")
     if machine == 0:
         data = ["data module"] if config.experience.redis_url == "embedded" else []
-        others = [role for role in DRIVER_ROLES if role != "manager" or config.rollout.wants_manager]
+        is_managed = config.rollout.wants_manager(config.rollout.num_workers)
+        others = [role for role in DRIVER_ROLES if role != "manager" or is_managed]
         if not config.dashboard.enabled:
             others.remove("dashboard")
         lines.append(", ".join([*others, *data]))
