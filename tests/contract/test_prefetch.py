@@ -24,8 +24,9 @@ class CountingBuffer:
         return await self.buffer.peek()
 
     async def fetch(self, group_ids):
+        groups = await self.buffer.fetch(group_ids)
         self.read += group_ids
-        return await self.buffer.fetch(group_ids)
+        return groups
 
 
 async def until(condition):
