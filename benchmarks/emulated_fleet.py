@@ -63,7 +63,8 @@ class EngineHost:
         assert self._process.stdout is not None
         async with self._lock:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
-            answer: dict[str, Any] = json.loads(await self._process.stdout.readline())
+            line = await self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line or b"{}")  # at the end the host may go before a worker's last question
         return answer
 
 
@@ -118,6 +119,8 @@ class WatchedPlayer(Player):
 class Fleet:
     """A running tier; `host` is None where each engine has a process of its own."""
 
+    run_id: str
+    redis_url: str
     buffer: ExperienceBuffer
     host: EngineHost | None
     workers: list[RolloutWorker] = field(default_factory=list)
@@ -166,7 +169,7 @@ async def running_fleet(
         trainer = TrainerRank(_named(context, "trainer-0"), config, rank=0, meeting="")
         await as_role("trainer", trainer.start())
         await as_role("trainer", trainer.restore())
-        fleet = Fleet(ExperienceBuffer(ExperienceStore(client, run_id)), host)
+        fleet = Fleet(run_id, context.redis_url, ExperienceBuffer(ExperienceStore(client, run_id)), host)
         for index in range(config.rollout.num_workers):
             await as_role("worker", _equip(fleet, _named(context, f"rollout-{index}"), config))
         for worker in fleet.workers:

@@ -32,10 +32,10 @@ import numpy as np
 from benchmarks.emulated_fleet import Fleet, running_fleet
 from laminar.config.root import LaminarConfig
 from laminar.errors import EngineError
+from laminar.simulate.timings import load_lengths
 from laminar.types import FinishReason, Int32Array, SamplingParameters, Segment, Trajectory
 from rollout.engines.emulated_model import EmulatedModel
 from rollout.engines.process import EngineProcess
-from rollout.engines.timings import load_lengths
 from rollout.generation import Generation, Generator, OnSegment
 from rollout.tiny import make_model
 

@@ -21,10 +21,9 @@ from laminar.config.rollout import EngineConfig
 from laminar.errors import DeadlineError, EngineError, RelayError
 from laminar.telemetry.clock import StateClock
 from laminar.types import FinishReason, Int32Array, SamplingParameters, WeightVersion
-from relay.puller import Puller
 from relay.store import WEIGHTS_NAME
 from rollout.berths import Berths
-from rollout.engine_handle import EngineHandle, StartEngine
+from rollout.engine_handle import EngineHandle, StartEngine, WeightSource
 from rollout.engines.client import BrokenAnswerError, EngineClient
 from rollout.generation import Generation, OnSegment
 from rollout.quarantine import Quarantine, RejectedWeightsError
@@ -50,7 +49,7 @@ class _Request:
 class Replica:
     """An engine that is kept alive and on known weights."""
 
-    def __init__(self, config: EngineConfig, puller: Puller, start_engine: StartEngine) -> None:
+    def __init__(self, config: EngineConfig, puller: WeightSource, start_engine: StartEngine) -> None:
         self._config, self._puller, self._start_engine = config, puller, start_engine
         self._process: EngineHandle | None = None
         self._client: EngineClient | None = None

@@ -9,6 +9,7 @@ from laminar.types import WeightVersion
 from rollout.engine_handle import EngineHandle, StartEngine
 from rollout.engines.client import EngineClient
 from rollout.engines.launch import CHECKS_WEIGHTS, READS_BACK, EngineLaunch
+from rollout.engines.pinned_load import PinnedLoad
 from rollout.engines.process import EngineProcess
 from rollout.quarantine import RejectedWeightsError
 from rollout.verification import verify
@@ -20,6 +21,11 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
     options = dict(engine.options)
     if engine.kind == "torch" and config.staleness.bound == 0:
         options.setdefault("batch-invariant", True)  # on-policy runs repeat bit by bit (DESIGN section 4, rule 9)
+
+    pinned = None
+    if engine.weight_load == "pinned":
+        request = context.run_folder / "logs" / f"{context.role}-weights.json"
+        pinned = PinnedLoad(request.resolve(), engine.tensor_parallel_size)
 
     async def start(path: Path, version: WeightVersion) -> tuple[EngineHandle, EngineClient]:
         process = EngineProcess(
@@ -38,6 +44,7 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
                 num_gpus=engine.num_gpus,
                 tensor_parallel_size=engine.tensor_parallel_size,
                 options=options,
+                weights_request=None if pinned is None else pinned.request,
             )
         )
         url = await process.start(engine.start_seconds)
@@ -49,6 +56,7 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
             swap=engine.swap,
             first_weights=None if engine.kind in CHECKS_WEIGHTS else path,
             reads_back=engine.kind in READS_BACK,
+            pinned=pinned,
             request_seconds=engine.request_seconds,
         )
         async with AsyncExitStack() as undo:

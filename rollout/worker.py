@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from functools import partial
 
 from redis.asyncio import Redis
 
@@ -18,6 +18,7 @@ from laminar.cluster.roles import RoleContext
 from laminar.codec import decode_prompt
 from laminar.config.rollout import RolloutConfig
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import members_per_group
 from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.errors import (
     DeadlineError,
@@ -48,7 +49,9 @@ from rollout.player import Player
 from rollout.recorder import PartialRecorder
 from rollout.replica import Replica
 from rollout.seat import Seats
+from rollout.siblings import Siblings
 from rollout.start_engine import engine_starter
+from rollout.swap_gate import SwapGate
 from rollout.trajectory_log import TrajectoryLog
 from rollout.worker_counts import WorkerCounts
 
@@ -68,14 +71,11 @@ class RolloutWorker:
 
     def __init__(self, context: RoleContext, config: LaminarConfig) -> None:
         self._context, self._config = context, config
-        self._rollout = config.rollout
+        self._rollout, self._num_members = config.rollout, members_per_group(config)
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
         self._stopping = asyncio.Event()
         self._left = asyncio.Event()
-        self._evaluations_open = 0
-        self._may_swap = asyncio.Event()
-        self._may_swap.set()
         self._counts = WorkerCounts(self._rollout)
         self._limit = InFlightLimit(self._rollout.max_in_flight_groups, adapts=self._rollout.adapt_in_flight)
 
@@ -97,7 +97,7 @@ class RolloutWorker:
         self, client: Redis, player: Player, puller: Puller, replica: Replica, log: TrajectoryLog | None = None
     ) -> None:
         """Take its parts and start the engine; `start` makes the real ones."""
-        self._log = log
+        self._log, self._gate = log, SwapGate(replica)
         self._redis, self._player, self._puller, self._replica = client, player, puller, replica
         self._store = ExperienceStore(client, self._context.run_id)
         self._pool, self._buffer = PromptPool(self._store), ExperienceBuffer(self._store)
@@ -160,26 +160,14 @@ class RolloutWorker:
         """Play at most so many groups at once from now on; those that are being played go on."""
         self._limit.set_ceiling(num_groups)
 
-    async def evaluate(self, prompts: list[bytes], min_number: int) -> EvaluationResult:
-        """Answer held-out prompts with one version of at least this number; the next swap is held until the items end.
+    async def evaluate(self, prompts: list[bytes], min_number: int, wait_seconds: float) -> EvaluationResult:
+        """Answer held-out prompts with one version of at least this number, awaited so long; see `SwapGate`.
 
         Takes no slot of the staleness bound and writes nothing into the buffer.
         """
-        await self._replica.wait_number(min_number, self._config.eval.timeout_seconds)
-        async with asyncio.timeout(self._config.eval.timeout_seconds), self._hold_swap():
-            await self._replica.wait_ready(self._rollout.engine.start_seconds)
+        seconds = self._config.eval.timeout_seconds
+        async with self._gate.evaluation(min_number, wait_seconds=wait_seconds, seconds=seconds):
             return await evaluate(self._player, self._replica, [decode_prompt(p) for p in prompts], self._config)
-
-    @contextlib.asynccontextmanager
-    async def _hold_swap(self) -> AsyncIterator[None]:
-        self._evaluations_open += 1
-        self._may_swap.clear()
-        try:
-            yield
-        finally:
-            self._evaluations_open -= 1
-            if not self._evaluations_open:
-                self._may_swap.set()
 
     async def _leave(self) -> None:
         with contextlib.suppress(ExperienceError):
@@ -216,24 +204,30 @@ class RolloutWorker:
     async def _play_group(self, group: ClaimedGroup) -> None:
         try:
             left = await self._recorder.adopt(group)
+            submit = partial(self._buffer.submit_many, worker=self._context.role, together=True)
+            siblings = Siblings(len(group.members), submit, self._player.judge_of(group))
             async with asyncio.TaskGroup() as members:
                 for member in group.members:
-                    members.create_task(self._play_member(group, member, left.get(member)))
+                    members.create_task(self._play_member(group, member, left.get(member), siblings))
             self._held.discard(group.group_id)
         except* LaminarError as failures:
             raise first_error(failures) from None
         finally:
             self._groups.pop(group.group_id, None)
 
-    async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None) -> None:
+    async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None, siblings: Siblings) -> None:
         """Play one member and submit the outcome; a failed one is played again as long as the data module says so."""
         try:
             for replay in itertools.count():
-                trajectory = await self._try_member(group, member, replay, left if not replay else None)
+                played = await self._try_member(group, member, replay, left if not replay else None)
+                if played.failure is not None:
+                    self._counts.end(played)
+                trajectory, outcome = await siblings.hand_in(played)
+                if played.failure is None:
+                    self._counts.note_failure(trajectory)
+                    self._counts.end(trajectory)
                 if self._log:
                     self._log.add(trajectory)
-                self._counts.end(trajectory)
-                outcome = await self._buffer.submit(trajectory, self._context.role)
                 if outcome is not SubmitOutcome.REPLAY:
                     break
         except asyncio.CancelledError:
@@ -247,12 +241,13 @@ class RolloutWorker:
 
         What an earlier owner has left of it is gone on with under its own attempt, on which the noise hangs.
         """
-        first = first_attempt(self._rollout, group.attempt, replay)
+        first = first_attempt(self._rollout, group.attempt, replay, self._num_members)
         attempts = list(range(first, first + self._rollout.max_attempts))
+        purpose = Purpose.TRAIN if member < self._rollout.group_size else Purpose.GREEDY_BASELINE
         for attempt in [left.attempt, *attempts[1:]] if left else attempts:
             journal = self._recorder.open(group, member, attempt, left)
             async with self._seats.open(group.group_id) as seat:
-                trajectory = await self._player.play(seat, group, member, attempt, Purpose.TRAIN, journal)
+                trajectory = await self._player.play(seat, group, member, attempt, purpose, journal)
             self._counts.end_record(journal)
             left = None
             if self._counts.note_failure(trajectory) in (None, FailureKind.USER_BUG):
@@ -272,9 +267,8 @@ class RolloutWorker:
                 newer = await self._puller.wait_newer(self._replica.version, VERSION_WAIT_SECONDS)
             except DeadlineError:
                 continue
-            await self._may_swap.wait()
             try:
-                async with self._pause_admission() as drained:
+                async with self._gate.swap(), self._pause_admission() as drained:
                     if not drained:
                         logger.warning("held for %s s: swapping in flight", self._rollout.max_hold_seconds)
                     await self._replica.swap(self._puller.latest() or newer)
@@ -378,12 +372,13 @@ class RolloutWorker:
         return outcome | {"guests": self._door.send_on(url)}
 
 
-def first_attempt(rollout: RolloutConfig, lease: int, replay: int) -> int:
+def first_attempt(rollout: RolloutConfig, lease: int, replay: int, num_members: int) -> int:
     """Number of the first of `max_attempts` attempts; no two series share one, since noise hangs on the attempt.
 
     Args:
         rollout: sizes.
         lease: which worker in a row plays the group, from 1.
         replay: how often this one plays the member again, from 0; at most once for each member of the group.
+        num_members: of the group.
     """
-    return ((lease - 1) * (rollout.group_size + 1) + replay) * rollout.max_attempts
+    return ((lease - 1) * (num_members + 1) + replay) * rollout.max_attempts

@@ -144,7 +144,7 @@ class TrainingSession:
             EnvironmentSetupError: a file could not be written; older checkpoints stand.
         """
         self._command(f"save {progress.step}")
-        self._save(progress.step, {"progress": asdict(progress), "frontier": frontier.to_json()})
+        self._save(progress.step, self._extra(progress, frontier))
         self.saved_step = progress.step
         self.spool.prune(oldest_step(self._checkpoints))
 
@@ -177,6 +177,10 @@ class TrainingSession:
     def _command(self, text: str) -> None:
         self.engine.ranks.decide(text.encode)
 
+    def _extra(self, progress: Progress, frontier: Frontier) -> dict[str, object]:
+        state = {"algorithm": self.algorithm.state(), "spikes": self.engine.spikes.state()}
+        return {"progress": asdict(progress), "frontier": frontier.to_json(), **state}
+
     def _save(self, step: int, extra: dict[str, object]) -> None:
         save(self._checkpoints, step, self.engine, extra, self._config.checkpoint.keep)
 
@@ -188,6 +192,8 @@ class TrainingSession:
         logger.info("resumed from %s", path)
         progress = Progress(**extra["progress"])
         assert progress.step == step
+        self.algorithm.load_state(extra.get("algorithm", {}))
+        self.engine.spikes.load_state(extra.get("spikes", {}))
         return progress, Frontier.from_json(extra["frontier"])
 
 

@@ -42,6 +42,9 @@ class EngineConfig(Section):
     """GPUs over which one replica is split."""
     swap: Literal["retract", "in_place"] = "retract"
     """What `in_flight` updates do to running requests: recompute their cache under the new weights, or keep it."""
+    weight_load: Literal["disk", "pinned"] = "disk"
+    """How SGLang takes a version from shared memory: as a file, or every rank copies its own part, from pinned memory on a
+    GPU (models of the Llama family)."""
     probe_tolerance: float | None = Field(None, gt=0)
     """After each swap the engine's log-probs of fixed tokens may differ from the trainer's by so many nats a token on
     average; beyond that its weights count as unknown and it is restarted. Unset: 0.01 for float32 weights, else 0.3."""

@@ -21,6 +21,7 @@ import numpy as np
 from laminar.errors import DeadlineError, EngineError
 from laminar.types import FinishReason, Int32Array, SamplingParameters, WeightVersion
 from rollout.engines.answers import AnswerStream, OnTokens, read_answer, spans_of
+from rollout.engines.pinned_load import PinnedLoad
 from rollout.engines.weights_file import TensorForms, check_same_forms, read_forms
 from rollout.engines.wire import EngineLoad, PauseMode, RankReport
 from rollout.generation import Generation
@@ -50,6 +51,7 @@ class EngineClient:
         first_weights: the folder that the engine was started on, for an engine that does not check what it loads: it is
             shown no later file without the same tensors.
         reads_back: whether the engine tells what its ranks hold.
+        pinned: its ranks load slots by themselves (`rollout.engine.weight_load`); None: it loads files.
         request_seconds: deadline of one answer.
         control_seconds: deadline of every other call.
     """
@@ -64,14 +66,15 @@ class EngineClient:
         swap: Literal["retract", "in_place"] = "retract",
         first_weights: Path | None = None,
         reads_back: bool = False,
+        pinned: PinnedLoad | None = None,
         request_seconds: float = 600.0,
         control_seconds: float = 120.0,
     ) -> None:
         self.url = url
         self._headers = {"Authorization": f"Bearer {token}", RUN_HEADER: run_id}
-        self._version = version
+        self._version = self._first_version = version
         self._swap = swap
-        self._reads_back = reads_back
+        self._reads_back, self._pinned = reads_back, pinned
         self._request_seconds = request_seconds
         self._control_seconds = control_seconds
         self._session: aiohttp.ClientSession | None = None
@@ -224,11 +227,21 @@ class EngineClient:
             raise EngineError(f"{self.url}: pause generation before the update to {version}")
         if self._tensor_forms is not None:
             check_same_forms(self._tensor_forms, read_forms(path), str(path))
-        content = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
-        answer = await self._control("POST", "/update_weights_from_disk", content)
-        if not answer.get("success"):
-            raise EngineError(f"{self.url}: the update to {version} failed: {answer.get('message')}")
+        if self._pinned is None:
+            content = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
+            await self._update("/update_weights_from_disk", content, version)
+        else:
+            self._pinned.ask(path, version)
+            await self._update("/begin_weight_update", {}, version)
+            await self._update("/update_weights_from_tensor", self._pinned.body(version, flush_cache=flush_cache), version)
+            await self._update("/end_weight_update", {}, version)
+            self._pinned.check(version)
         self._version = version
+
+    async def _update(self, route: str, content: dict[str, Any], version: WeightVersion) -> None:
+        answer = await self._control("POST", route, content)
+        if not answer.get("success"):
+            raise EngineError(f"{self.url}: the update to {version} failed at {route}: {answer.get('message')}")
 
     async def weight_version(self) -> WeightVersion:
         """The version the engine says it serves.
@@ -248,6 +261,8 @@ class EngineClient:
         Raises:
             EngineError: the engine answered wrongly, or not at all.
         """
+        if self._pinned is not None and self._version != self._first_version:
+            return self._pinned.reports()
         if not self._reads_back:
             return []
         answer = await self._control("GET", "/rank_reports", None)

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from laminar.errors import ConfigError
+from laminar.simulate.timings import Lengths, StepTimes
 from rollout.engines.book import EngineBook, Request
 from rollout.engines.emulated_model import EmulatedModel
-from rollout.engines.timings import Lengths, StepTimes
 from rollout.engines.wire import EngineLoad, GenerateWire, Output, RankReport
 
 MAX_PREFIXES = 1024

@@ -12,7 +12,7 @@ import math
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -58,7 +58,7 @@ class MappedWeights:
             it does not, or there is none.
         """
         storage = next(iter(self.tensors.values())).untyped_storage()
-        data = memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())  # type: ignore[call-overload]
+        data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data  # type: ignore[arg-type,unused-ignore]
         path = self.path.with_name(MANIFEST_NAME)
         manifest = Manifest.from_json(path.read_text()) if path.is_file() else None
         size = manifest.chunk_bytes if manifest else CHUNK_BYTES

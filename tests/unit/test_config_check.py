@@ -147,10 +147,12 @@ def test_what_cannot_work_is_refused_with_value_and_remedy(folder, text, sentenc
         'trainer.algorithm.options.kl_coef = 0.01\nmodel.reference = "policy"',
         "trainer.epochs = 2",
         'trainer.algorithm.kind = "ppo"\nmodel.critic = "policy"\nrollout = {group_size = 1, min_group_size = 1}',
+        'trainer.algorithm = {kind = "safe_rlhf", options = {cost = "harm"}}\n'
+        '[[rewards]]\nkind = "exact_match"\nname = "harm"\nweight = 0.0',
         *(
             f'trainer.algorithm.kind = "{kind}"'
             for kind in load_attribute("trainer.algorithms:ALGORITHMS")
-            if kind != "decoupled_ppo"
+            if kind not in ("decoupled_ppo", "safe_rlhf")
         ),
     ],
 )
@@ -170,6 +172,7 @@ def test_unbiased_combinations_pass_without_a_word(folder, text):
         ),
         (REWARD + REWARD, '`rewards` has 2 terms called "exact_match"'),
         ('[[rewards]]\nkind = "absent_module:Attr"', "there is no module absent_module"),
+        ('[[rewards]]\nkind = "relative_length"\n[eval]\npath = "data.jsonl"', "every reward compares siblings"),
     ],
 )
 def test_wrong_rewards_are_refused(folder, reward, sentence):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from laminar.simulate.timings import Lengths, StepTimes, load_lengths, load_step_times
 from rollout.engines.book import StepReport
 from rollout.engines.door import Reader, Readers
 from rollout.engines.emulated_engine import EmulatedEngine, EmulatedOptions
 from rollout.engines.emulated_loop import EmulatedLoop
-from rollout.engines.timings import Lengths, StepTimes, load_lengths, load_step_times
 from rollout.engines.wire import GenerateWire, Output, SamplingWire
 
 TEN = Lengths(np.array([0.0, 1.0]), np.array([10.0, 10.0]))
