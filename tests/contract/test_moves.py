@@ -568,7 +568,7 @@ async def test_a_stranger_without_the_runs_token_gets_no_seat_and_no_obedience(m
 
 
 async def test_who_is_silent_is_not_in_the_directory(redis_client, run_id):
-    directory = ReplicaDirectory(redis_client, run_id, ttl_seconds=0.05)
+    directory = ReplicaDirectory(redis_client, run_id, ttl_seconds=0.4)
     await directory.beat(ReplicaEntry("a", "http://a", "0.0", "0.0", False, 0, 1, 0, 0, 0, 0))
     assert [entry.replica for entry in await directory.entries()] == ["a"]
     async with asyncio.timeout(20):
