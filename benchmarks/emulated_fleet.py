@@ -140,7 +140,7 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def running_fleet(
-    config: LaminarConfig, folder: Path, run_id: str, engine_flags: dict[str, object] | None
+    config: LaminarConfig, folder: Path, run_id: str, engine_flags: dict[str, object] | None, prompt_tokens: int = 3
 ) -> AsyncIterator[Fleet]:
     """Start everything, with the trainer publishing, until the block ends.
 
@@ -149,6 +149,7 @@ async def running_fleet(
         folder: of the run, new.
         run_id: its name.
         engine_flags: of the engines in the one process that they share; None: each has its own, as the config says.
+        prompt_tokens: of every prompt, 3 or more; the tiny model's tokens are characters.
     """
     await asyncio.to_thread(folder.mkdir, parents=True)
     await asyncio.to_thread((folder / "logs").mkdir)
@@ -156,7 +157,7 @@ async def running_fleet(
         server = stack.enter_context(EmbeddedServer(folder / "redis"))
         client = await connect(server.url)
         stack.push_async_callback(client.aclose)
-        prompts = [Prompt(str(i), f"{i % 10}{i // 10 % 10}>", {"digit": "1"}) for i in range(2000)]
+        prompts = [Prompt(str(i), f"{i % 10}{i // 10 % 10}>".rjust(prompt_tokens, "7"), {"digit": "1"}) for i in range(2000)]
         await RunData(prompts, []).put_into_pool(client, run_id, config)
         context = RoleContext("relay-0", run_id, TOKEN, server.url, folder, NODE)
         host = None if engine_flags is None else await _start_host(stack, run_id, folder, config, engine_flags)
