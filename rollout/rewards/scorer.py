@@ -181,9 +181,7 @@ async def _judge_one(term: Term, context: RewardContext) -> float | Failure:
         return error.failure
 
 
-async def _judge_together(
-    term: Term, judge: Callable[..., Any], contexts: Sequence[RewardContext]
-) -> list[float | Failure]:
+async def _judge_together(term: Term, judge: Callable[..., Any], contexts: Sequence[RewardContext]) -> list[float | Failure]:
     what = f"reward {term.name!r}"
     try:
         values = await _call(term, judge, contexts)

@@ -15,7 +15,16 @@ import pytest
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
 from laminar.errors import DeadlineError, RunFailedError
-from laminar.types import EvictionReason, Failure, FailureKind, FinishReason, GroupState, SamplingParameters, WeightVersion, sampled
+from laminar.types import (
+    EvictionReason,
+    Failure,
+    FailureKind,
+    FinishReason,
+    GroupState,
+    SamplingParameters,
+    WeightVersion,
+    sampled,
+)
 from rollout.engines.wire import EngineLoad
 from rollout.environments.base import Observation, StepResult
 from rollout.episode import play_episode
@@ -108,6 +117,9 @@ class Player:
 
     def judge_of(self, group):
         return self.judge
+
+    async def close(self):
+        return None
 
     async def play(self, engine, group, member, attempt, purpose, journal=None):
         return await play_episode(

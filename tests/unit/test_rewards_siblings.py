@@ -69,7 +69,9 @@ async def judged(judge, *trajectories, max_attempts=1, **settings):
 
 async def test_all_siblings_are_seen_in_one_call_with_what_they_have_been_given():
     judge = Together([0.5, -0.5])
-    first, second = await judged(judge, played(0, "7"), played(2, "a 7", reward=0.0, reward_terms={"exact": 0.0}), weight=2.0)
+    first, second = await judged(
+        judge, played(0, "7"), played(2, "a 7", reward=0.0, reward_terms={"exact": 0.0}), weight=2.0
+    )
     ((one, two),) = judge.calls
     assert (one.completion, two.completion, two.turns) == ("7", "a 7", ("a 7",))
     assert (one.terms, two.terms) == ({"exact": 1.0}, {"exact": 0.0})
@@ -151,7 +153,7 @@ async def test_a_failure_goes_at_once_and_may_be_the_one_that_was_waited_for():
 
 async def test_a_member_that_is_played_again_is_waited_for():
     judge = Together([1.0, 2.0])
-    desk, siblings = desk_and_siblings(2, judge, 1)
+    _, siblings = desk_and_siblings(2, judge, 1)
     waiting = asyncio.create_task(siblings.hand_in(played(0)))
     await asyncio.sleep(0)
     assert (await siblings.hand_in(broken(1)))[1] == "replay"
