@@ -260,7 +260,7 @@ def _ending(code: int | None) -> tuple[Ended, int]:
     if code <= 128:
         return Ended.EXIT, code
     number = code - 128
-    kinds = {signal.SIGXCPU: Ended.CPU, signal.SIGKILL: Ended.MEMORY}  # nobody else kills in there
+    kinds = {int(signal.SIGXCPU): Ended.CPU, int(signal.SIGKILL): Ended.MEMORY}  # nobody else kills in there
     return (kinds[number], 0) if number in kinds else (Ended.SIGNAL, number)
 
 
