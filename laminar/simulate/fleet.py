@@ -73,9 +73,11 @@ class Fleet:
         transfers, engine = self.cluster.transfers, self.cluster.engine
         for worker in self.workers:
             machine = worker.number * engine.num_gpus // transfers.gpus_per_machine
-            timer = self.env.timeout(transfers.arrival_seconds(machine))
-            assert timer.callbacks is not None
-            timer.callbacks.append(lambda _, worker=worker: worker.arrive(version))
+            self.env.process(self._deliver(worker, version, transfers.arrival_seconds(machine)))
+
+    def _deliver(self, worker: SimulatedWorker, version: int, seconds: float) -> Generator[Event, None, None]:
+        yield self.env.timeout(seconds)
+        worker.arrive(version)
 
     def broadcast(self, version: int) -> Generator[Event, None, None]:
         """Everybody stands still for a global broadcast; what runs is computed anew under the new weights."""
