@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -70,9 +71,12 @@ def figure_11(quick: bool, cores: int) -> dict[Point, float]:
     """Simulated tokens/s of every point."""
     points: list[Point] = [(model, kind, index) for model in MODELS for kind in KINDS for index in range(5)]
     points.sort(key=lambda point: KINDS.index(point[1]), reverse=True)  # the long ones first
+    found: dict[Point, float] = {}
     with ProcessPoolExecutor(cores) as pool:
-        found = list(pool.map(point_tokens_per_second, points, itertools.repeat(quick)))
-    return dict(zip(points, found, strict=True))
+        for point, value in zip(points, pool.map(point_tokens_per_second, points, itertools.repeat(quick)), strict=True):
+            found[point] = value
+            print(*point[:2], gpus_of(point), f"{value:,.0f} tokens/s", file=sys.stderr, flush=True)
+    return found
 
 
 def paper_value(point: Point) -> float:
@@ -161,6 +165,7 @@ def repack_and_staleness(quick: bool) -> dict[str, Any]:
         "staleness_difference": difference,
         "staleness_holds": all(abs(value) <= POINTS_BAR for value in difference.values()),
         "mean_staleness": round(on.mean_staleness, 2),
+        "staleness_at_end_percent": {str(k): round(100 * v, 1) for k, v in on.staleness_at_end.items()},
     }
 
 

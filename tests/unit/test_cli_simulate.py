@@ -28,6 +28,7 @@ SETTINGS = {
     "simulate": {
         "length_quantiles": {"p0": 20, "p50": 50, "p100": 400}, "latency": "7B_TP1", "model_parameters": 1e9,
         "train_flops": 12e12, "mini_batch_seconds": 0.1, "num_steps": 6, "overhead_milliseconds": 0,
+        "request_overhead_microseconds": 0,
     },
 }  # fmt: skip
 
