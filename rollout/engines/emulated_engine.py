@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from laminar.errors import ConfigError, EngineError
+from laminar.simulate.timings import Lengths, StepTimes
 from rollout.engines.door import StepReport
 from rollout.engines.emulated_model import EmulatedModel
-from rollout.engines.timings import Lengths, StepTimes
 from rollout.engines.wire import EngineLoad, GenerateWire, Output, PauseMode
 
 MAX_PREFIXES = 1024

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from laminar.simulate.timings import load_lengths, load_step_times
 from rollout.engines.command import engine_parser, run_engine
 from rollout.engines.door import EngineDoor
 from rollout.engines.emulated_engine import EmulatedEngine, EmulatedOptions
 from rollout.engines.emulated_loop import EmulatedLoop
 from rollout.engines.routes import EngineServer, listening
-from rollout.engines.timings import load_lengths, load_step_times
 
 
 class EmulatedServer:

@@ -20,12 +20,12 @@ from aiohttp import ClientSession
 from safetensors.torch import load_file, save_file
 
 from laminar.errors import DeadlineError, EngineError
+from laminar.simulate.timings import load_lengths
 from laminar.types import FinishReason, SamplingParameters, WeightVersion
 from rollout.engines.client import BrokenAnswerError, EngineClient
 from rollout.engines.emulated_model import EmulatedModel
 from rollout.engines.launch import EngineLaunch
 from rollout.engines.process import EngineProcess
-from rollout.engines.timings import load_lengths
 from rollout.engines.tiny_model import write_tiny_model
 
 PROMPT = np.array([5, 9, 17, 33, 64, 3, 80, 11], np.int32)

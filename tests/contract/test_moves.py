@@ -19,11 +19,11 @@ from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.experience.partial import AppendOutcome
 from laminar.policies.repack import RepackLimits
 from laminar.seeds import trajectory_seed
+from laminar.simulate.timings import Lengths, StepTimes
 from laminar.types import ClaimedGroup, FinishReason, Prompt, SamplingParameters, WeightVersion
 from rollout.engines.client import EngineClient
 from rollout.engines.emulated_engine import EmulatedEngine, EmulatedOptions
 from rollout.engines.emulated_server import EmulatedServer
-from rollout.engines.timings import Lengths, StepTimes
 from rollout.engines.wire import GenerateWire, SamplingWire
 from rollout.environments.single_turn import SingleTurn
 from rollout.episode import play_episode

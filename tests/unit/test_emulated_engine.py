@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from laminar.simulate.timings import Lengths, StepTimes, load_lengths, load_step_times
 from rollout.engines.emulated_engine import EmulatedEngine, EmulatedOptions
-from rollout.engines.timings import Lengths, StepTimes, load_lengths, load_step_times
 from rollout.engines.wire import GenerateWire, SamplingWire
 
 TEN = Lengths(np.array([0.0, 1.0]), np.array([10.0, 10.0]))
