@@ -18,6 +18,7 @@ from typing import Any
 from laminar.cluster.data import RunData
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
+from laminar.errors import EngineError
 from laminar.experience.client import connect
 from laminar.experience.server import EmbeddedServer
 from laminar.types import ClaimedGroup, Prompt, Purpose, Trajectory, WeightVersion
@@ -105,6 +106,19 @@ class Fleet:
     replicas: list[Replica]
     players: list[WatchedPlayer]
     manager: RolloutManager | None
+    roles: list["asyncio.Task[Any]"]
+
+    def check(self) -> None:
+        """Raise what a role died of, if one did, or that this machine cannot keep up.
+
+        Raises:
+            EngineError: an engine was restarted, because it did not answer in time.
+        """
+        for role in self.roles:
+            if role.done() and not role.cancelled() and (error := role.exception()) is not None:
+                raise error
+        if restarts := sum(replica.restarts for replica in self.replicas):
+            raise EngineError(f"{restarts} engines were restarted: the machine does not keep up; take a smaller time factor")
 
     def latencies(self) -> list[float]:
         """Seconds that ended trajectories were generated for."""
@@ -141,6 +155,7 @@ async def running_fleet(
             fleet.manager = RolloutManager(_named(context, "manager"), config)
             await fleet.manager.start()
             await group.run(fleet.manager)
+        fleet.roles = group.tasks
         yield fleet
 
 
@@ -148,20 +163,20 @@ class _Roles:
     """Roles that run until the block ends, and are then ended without ceremony."""
 
     async def __aenter__(self) -> "_Roles":
-        self._tasks: list[asyncio.Task[Any]] = []
+        self.tasks: list[asyncio.Task[Any]] = []
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        while pending := [task for task in self._tasks if not task.done()]:
+        while pending := [task for task in self.tasks if not task.done()]:
             for task in pending:  # again and again: a Redis client that connects anew may swallow a cancellation
                 task.cancel()
             await asyncio.wait(pending, timeout=1.0)
-        for task in self._tasks:
+        for task in self.tasks:
             if not task.cancelled() and task.exception() is not None:
                 print(f"a role failed: {task.exception()!r}", file=sys.stderr)
 
     async def run(self, role: Any) -> None:
-        self._tasks.append(asyncio.create_task(role.run()))
+        self.tasks.append(asyncio.create_task(role.run()))
 
 
 def _named(context: RoleContext, role: str) -> RoleContext:
@@ -191,7 +206,7 @@ async def _start_host(
 
 
 async def _start_workers(context: RoleContext, config: LaminarConfig, host: EngineHost) -> Fleet:
-    fleet = Fleet(context.run_id, context.redis_url, host, [], [], [], None)
+    fleet = Fleet(context.run_id, context.redis_url, host, [], [], [], None, [])
 
     async def start_engine(path: Path, version: WeightVersion) -> tuple[Handle, EngineClient]:
         answer = await host.ask(start=str(path), version=str(version))

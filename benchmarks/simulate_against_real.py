@@ -17,13 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from laminar.simulate.cluster import Cluster, Engine, Trainer
-from laminar.simulate.simulation import simulate
-from laminar.simulate.system import Repack
-from laminar.simulate.system import System as SimulatedSystem
-from laminar.simulate.timings import load_lengths, load_step_times
-from laminar.simulate.workload import Workload
-
 from benchmarks.systems import ONE_STEP, OURS, SYNCHRONOUS
 from benchmarks.systems_arm import (
     CACHED_TOKENS,
@@ -36,6 +29,12 @@ from benchmarks.systems_arm import (
     settings,
 )
 from laminar.policies.repack import RepackLimits
+from laminar.simulate.cluster import Cluster, Engine, Trainer
+from laminar.simulate.simulation import simulate
+from laminar.simulate.system import Repack
+from laminar.simulate.system import System as SimulatedSystem
+from laminar.simulate.timings import load_lengths, load_step_times
+from laminar.simulate.workload import Workload
 
 SEEDS = 5
 SPEED_BAR, STALENESS_BAR = 0.10, 0.2
@@ -116,7 +115,7 @@ def compare(arms: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Is the simulator right about the real system?")
-    parser.add_argument("--quick", action="store_true", help="every system once: about six minutes")
+    parser.add_argument("--quick", action="store_true", help="four systems once: about eight minutes")
     parser.add_argument("--arms", type=Path, help="output of `benchmarks.systems`, whose last line is used")
     arguments = parser.parse_args()
     if arguments.arms:

@@ -26,6 +26,8 @@ from laminar.experience.store import ExperienceStore
 from laminar.telemetry.stream import Event, TelemetryReader
 from laminar.types import GroupState
 
+LIMIT_SECONDS = 600.0
+"""Of one system."""
 POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.05
 GATE_SECONDS = 0.02
@@ -58,12 +60,13 @@ class LoopWatch:
 
 
 async def measure(
-    system: System, model: Path, folder: Path, *, time_factor: float, warm_steps: int, steps: int, limit_seconds: float
+    system: System, model: Path, folder: Path, *, time_factor: float, warm_steps: int, steps: int
 ) -> dict[str, Any]:
     """Run a system and measure it from the end of its step `warm_steps` to the end of the `steps` after it.
 
     Raises:
-        DeadlineError: they do not end within `limit_seconds`.
+        DeadlineError: they do not end within `LIMIT_SECONDS`.
+        EngineError: this machine does not keep up.
     """
     flags: dict[str, object] = {
         "latency": "32B_TP4", "lengths": "32B_math", "time-factor": time_factor,
@@ -76,10 +79,10 @@ async def measure(
         gate = asyncio.create_task(keep_in_step(fleet, buffer, system.most_groups_each)) if system.in_step else None
         watch = LoopWatch()
         watching = asyncio.create_task(watch.run())
-        reader, told, deadline = TelemetryReader(client, run_id), Steps(), time.monotonic() + limit_seconds
-        await _wait_for_steps(told, reader, warm_steps, deadline)
+        reader, told, deadline = TelemetryReader(client, run_id), Steps(), time.monotonic() + LIMIT_SECONDS
+        await _wait_for_steps(told, reader, warm_steps, deadline, fleet)
         before = await _look(fleet, watch)
-        await _wait_for_steps(told, reader, warm_steps + steps, deadline)
+        await _wait_for_steps(told, reader, warm_steps + steps, deadline, fleet)
         after = await _look(fleet, watch)
         counters = (await buffer.peek()).counters
         watching.cancel()
@@ -120,10 +123,11 @@ async def keep_in_step(fleet: Fleet, buffer: ExperienceBuffer, most_groups: int)
         await asyncio.sleep(GATE_SECONDS)
 
 
-async def _wait_for_steps(told: Steps, reader: TelemetryReader, num_steps: int, deadline: float) -> None:
+async def _wait_for_steps(told: Steps, reader: TelemetryReader, num_steps: int, deadline: float, fleet: Fleet) -> None:
     while len(told.events) < num_steps:
+        fleet.check()
         if time.monotonic() > deadline:
-            raise DeadlineError(f"step {num_steps}; {len(told.events)} ended", deadline)
+            raise DeadlineError(f"step {num_steps} of {fleet.run_id} to end, after {len(told.events)}", LIMIT_SECONDS)
         await asyncio.sleep(POLL_SECONDS)
         await told.read(reader)
 
