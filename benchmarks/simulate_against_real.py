@@ -52,7 +52,7 @@ def simulated(system: System, *, time_factor: float, warm_steps: int, steps: int
     """
     config = settings(system, Path("model"), time_factor).rollout
     repack = None
-    if config.wants_manager:
+    if config.wants_manager(config.num_workers):
         limits = RepackLimits(config.repack.kv_high, config.repack.kv_limit, 512, config.engine.max_running)
         repack = Repack(limits, config.repack.interval_seconds * time_factor)
     workload = Workload(load_lengths("32B_math"), 0, MAX_NEW_TOKENS, GROUP_SIZE, PROMPTS_PER_STEP)

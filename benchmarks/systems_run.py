@@ -20,9 +20,7 @@ from benchmarks.systems_arm import (
     trained,
 )
 from laminar.errors import DeadlineError
-from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
-from laminar.experience.store import ExperienceStore
 from laminar.telemetry.stream import Event, TelemetryReader
 from laminar.types import GroupState
 
@@ -75,8 +73,7 @@ async def measure(
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     async with running_fleet(settings(system, model, time_factor), folder / run_id, run_id, flags) as fleet:
         client = await connect(fleet.redis_url)
-        buffer = ExperienceBuffer(ExperienceStore(client, run_id))
-        gate = asyncio.create_task(keep_in_step(fleet, buffer, system.most_groups_each)) if system.in_step else None
+        gate = asyncio.create_task(keep_in_step(fleet, system.most_groups_each)) if system.in_step else None
         watch = LoopWatch()
         watching = asyncio.create_task(watch.run())
         reader, told, deadline = TelemetryReader(client, run_id), Steps(), time.monotonic() + LIMIT_SECONDS
@@ -84,7 +81,7 @@ async def measure(
         before = await _look(fleet, watch)
         await _wait_for_steps(told, reader, warm_steps + steps, deadline, fleet)
         after = await _look(fleet, watch)
-        counters = (await buffer.peek()).counters
+        counters = await fleet.counters()
         watching.cancel()
         if gate is not None:
             gate.cancel()
@@ -102,7 +99,7 @@ async def measure(
         }
 
 
-async def keep_in_step(fleet: Fleet, buffer: ExperienceBuffer, most_groups: int) -> None:
+async def keep_in_step(fleet: Fleet, most_groups: int) -> None:
     """The barrier of a one-step system: the next batch is claimed when the last one is whole, all by the newest weights.
 
     With `max_staleness` 1 admission itself lets in no more than one batch beside the one that is trained, and none for an
@@ -112,7 +109,7 @@ async def keep_in_step(fleet: Fleet, buffer: ExperienceBuffer, most_groups: int)
     for worker in fleet.workers:
         await worker.limit_in_flight(0)
     while True:
-        snapshot = await buffer.peek()
+        snapshot = await fleet.buffer.peek()
         in_flight = any(header.state is GroupState.IN_FLIGHT for header in snapshot.headers)
         is_claimed = snapshot.counters.admitted >= claimed_up_to + PROMPTS_PER_STEP * GROUP_SIZE
         if not in_flight:

@@ -19,6 +19,7 @@ from laminar.config.trainer import EmulatedTrainerConfig
 from laminar.errors import ConfigError
 from laminar.experience.answers import Frontier
 from laminar.types import Trajectory
+from relay.probe import Probe
 from trainer.batch_metrics import batch_metrics
 from trainer.checkpoint_folder import EXTRA, begin, complete, find_latest, oldest_step, read_extra
 from trainer.progress import Progress
@@ -56,6 +57,7 @@ class EmulatedSession:
         self.progress, self.frontier = _resume(checkpoints)
         self.saved_step = self._step = self.progress.step
         self.replayed: list[SpooledStep] = []
+        self.probe: Probe | None = None  # it has no forward pass
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of the present step."""

@@ -103,13 +103,13 @@ class Crew:
         await self._keep("trainer", life)
         return result
 
-    async def evaluate(self, prompts: list[bytes], min_number: int) -> Any:
-        """Have one worker answer held-out prompts with a version of at least this number."""
-        async with asyncio.timeout(self._config.eval.timeout_seconds):
+    async def evaluate(self, prompts: list[bytes], min_number: int, wait_seconds: float) -> Any:
+        """Have one worker answer held-out prompts with a version of at least this number, awaited so long."""
+        async with asyncio.timeout(2 * wait_seconds + self._config.eval.timeout_seconds):  # its own deadlines come first
             async with self._workers_changed:
                 await self._workers_changed.wait_for(lambda: bool(self._workers))
             worker = self._workers[min(self._workers)]
-            return await worker.call("evaluate", prompts, min_number)
+            return await worker.call("evaluate", prompts, min_number, wait_seconds)
 
     async def limit_in_flight(self, num_groups: int) -> None:
         """Let workers play at most so many groups at once, from now on and after their restarts."""

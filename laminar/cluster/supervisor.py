@@ -211,9 +211,8 @@ class Supervisor:
         began = self._folder.read_state().started_at
         desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say, began)
         held_out = data.encoded_held_out()
-        evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
-        workers = self._config.rollout.num_workers
-        scaling = Scaling(self._redis, context.run_id, workers, crew, telemetry, self._say)
+        scaling = Scaling(self._redis, context.run_id, self._config.rollout, crew, telemetry, self._say)
+        evaluations = Evaluations(self._config, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
             async with asyncio.TaskGroup() as group:
                 await observer.settle_last_life()
@@ -221,10 +220,10 @@ class Supervisor:
                     group.create_task(observer.run()),
                     group.create_task(self._measure_memory(context.run_id)),
                     group.create_task(crew.keep_relays()),
-                    *([group.create_task(crew.keep_manager())] if self._config.rollout.wants_manager else []),
                     group.create_task(keeper.run()),
                     group.create_task(desk.run()),
                     group.create_task(scaling.run()),
+                    group.create_task(evaluations.run()),
                 ]
                 await self._train(crew, evaluations, observer, live, group, background)
                 await crew.stop()
@@ -262,10 +261,9 @@ class Supervisor:
         progress.cancel()
         result = training.result()
         self.outcome.status, self.outcome.reason = "finished", str(result.get("reason", ""))
-        if evaluations.wants_end:
-            evaluating = group.create_task(evaluations.evaluate(int(result["step"])))
-            await asyncio.wait([evaluating, stopping], return_when=asyncio.FIRST_COMPLETED)
-            evaluating.cancel()
+        evaluating = group.create_task(evaluations.finish(int(result["step"])))
+        await asyncio.wait([evaluating, stopping], return_when=asyncio.FIRST_COMPLETED)
+        evaluating.cancel()
         stopping.cancel()
 
     async def _stop_training(self, crew: Crew, training: "asyncio.Task[dict[str, Any]]") -> None:

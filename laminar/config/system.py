@@ -153,7 +153,7 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    """`[eval]`: greedy accuracy on held-out prompts."""
+    """`[eval]`: rewards on held-out prompts, of one version at a time, by the same engines."""
 
     path: str = ""
     """Held-out prompts, in the form of `data.path`; empty: no evaluation."""
@@ -162,13 +162,24 @@ class EvalConfig(Section):
     num_prompts: int = Field(100, ge=1)
     """Prompts used, from the first."""
     at_start: bool = True
-    """Evaluate version 0."""
+    """Evaluate version 0, before step 1."""
+    every_steps: int | None = Field(None, ge=1)
+    """Then evaluate every so many versions while training goes on: the first version from there on that the evaluating
+    worker holds; its next swap waits until the items end. Unset: only at start and end."""
     at_end: bool = True
     """Evaluate the last version."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Answers to each prompt: for mean@n and pass@k; above 1 the temperature must be, too."""
+    pass_reward: float = 1.0
+    """An answer passes, as pass@k counts it, from this reward on."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of evaluation; 0 is greedy."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest answer in tokens; unset: that of training. Environment `agent` keeps training's budget of a trajectory."""
     timeout_seconds: float = Field(600, gt=0)
     """Deadline of one evaluation."""
+    on_failure: Literal["go_on", "stop"] = "go_on"
+    """What an evaluation that fails or takes too long does to the run: a notice, or the end."""
 
 
 class MetricsConfig(Section):
