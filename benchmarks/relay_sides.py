@@ -24,6 +24,7 @@ from laminar.experience.server import EmbeddedServer
 NUM_READERS = 4
 PIECE_BYTES = 16 * 1024**2
 DEADLINE_SECONDS = 60.0
+RAY_LEAST_BYTES = 128 * 1024**2
 
 Reader = Callable[[Connection, int, int, str], None]
 """Says it is ready, waits for a word, reads everything, says it is done: (pipe, index, bytes, where)."""
@@ -234,7 +235,12 @@ def ray_object_store(num_bytes: int, repeats: int) -> float:
         def read(self, references: list[Any]) -> None:
             self._target[:] = ray.get(references[0])
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=(repeats + 1) * num_bytes)
+    ray.init(
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=max((repeats + 1) * num_bytes, RAY_LEAST_BYTES),
+    )
     source = touched(num_bytes).numpy()
     try:
         readers = [ray.remote(num_cpus=0)(Reader).remote() for _ in range(NUM_READERS)]
