@@ -84,7 +84,7 @@ def main() -> int:
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     started = time.perf_counter()
-    repeats = 5 if quick else 9
+    repeats = 3 if quick else 9
     tensors = model(256)
     num_bytes = sum(tensor.nbytes for _, tensor in tensors)
     with running_chain(tensors, 4) as chain:
