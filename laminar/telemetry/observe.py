@@ -118,12 +118,13 @@ def open_sinks(config: LaminarConfig, folder: RunFolder, run_id: str) -> list[Si
         (folder.path / "tensorboard").mkdir(exist_ok=True)
         sinks.append(_threaded("tensorboard", open_tensorboard, folder))
     if metrics.wandb != "off":
+        mode = metrics.wandb
 
         def open_wandb() -> Writer:
             from laminar.telemetry.sinks.weights_and_biases import WandbWriter
 
             settings = redact(read_toml(folder.config))
-            return WandbWriter(folder.path, run_id, metrics.wandb, metrics.wandb_project, settings)
+            return WandbWriter(folder.path, run_id, mode, metrics.wandb_project, settings)
 
         sinks.append(_threaded("wandb", open_wandb, folder))
     return sinks

@@ -6,7 +6,7 @@ above it stand beside the new ones.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import wandb
 
@@ -28,7 +28,14 @@ class WandbWriter:
 
     failures: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, wandb.Error)
 
-    def __init__(self, folder: Path, run_id: str, mode: str, project: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run_id: str,
+        mode: Literal["offline", "online"],
+        project: str,
+        settings: dict[str, Any],
+    ) -> None:
         self._run: Any = wandb.init(
             dir=str(folder),
             id=run_id,
