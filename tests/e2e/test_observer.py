@@ -29,7 +29,7 @@ SO_FAR = [metric.name for metric in METRICS if metric.meaning.endswith("so far")
 
 def printed_step(run):
     """The last step that the supervisor's own output tells of."""
-    return max(map(int, re.findall(r"\bstep +(\d+)", run.text())), default=0)
+    return max(map(int, re.findall(r"^step (\d+)/", run.text(), re.MULTILINE)), default=0)
 
 
 def wait_for_printed_step(run, step, seconds=90):
