@@ -21,6 +21,7 @@ from typing import Any
 from laminar.cluster.data import RunData
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
+from laminar.errors import EngineError
 from laminar.experience.answers import Counters
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
@@ -128,6 +129,19 @@ class Fleet:
     players: list[WatchedPlayer] = field(default_factory=list)
     handles: dict[int, EngineHandle] = field(default_factory=dict)
     manager: RolloutManager | None = None
+    roles: "list[asyncio.Task[Any]]" = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise what a role died of, if one did, or that this machine cannot keep up.
+
+        Raises:
+            EngineError: an engine was restarted, because it did not answer in time.
+        """
+        for role in self.roles:
+            if role.done() and not role.cancelled() and (error := role.exception()) is not None:
+                raise error
+        if restarts := sum(replica.restarts for replica in self.replicas):
+            raise EngineError(f"{restarts} engines were restarted: the machine does not keep up; take a smaller time factor")
 
     def latencies(self) -> dict[str, float]:
         """Seconds that each ended trajectory was generated for."""
@@ -140,7 +154,7 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def running_fleet(
-    config: LaminarConfig, folder: Path, run_id: str, engine_flags: dict[str, object] | None
+    config: LaminarConfig, folder: Path, run_id: str, engine_flags: dict[str, object] | None, prompt_tokens: int = 3
 ) -> AsyncIterator[Fleet]:
     """Start everything, with the trainer publishing, until the block ends.
 
@@ -149,6 +163,7 @@ async def running_fleet(
         folder: of the run, new.
         run_id: its name.
         engine_flags: of the engines in the one process that they share; None: each has its own, as the config says.
+        prompt_tokens: of every prompt, 3 or more; the tiny model's tokens are characters.
     """
     await asyncio.to_thread(folder.mkdir, parents=True)
     await asyncio.to_thread((folder / "logs").mkdir)
@@ -156,7 +171,7 @@ async def running_fleet(
         server = stack.enter_context(EmbeddedServer(folder / "redis"))
         client = await connect(server.url)
         stack.push_async_callback(client.aclose)
-        prompts = [Prompt(str(i), f"{i % 10}{i // 10 % 10}>", {"digit": "1"}) for i in range(2000)]
+        prompts = [Prompt(str(i), f"{i % 10}{i // 10 % 10}>".rjust(prompt_tokens, "7"), {"digit": "1"}) for i in range(2000)]
         await RunData(prompts, []).put_into_pool(client, run_id, config)
         context = RoleContext("relay-0", run_id, TOKEN, server.url, folder, NODE)
         host = None if engine_flags is None else await _start_host(stack, run_id, folder, config, engine_flags)
@@ -178,6 +193,7 @@ async def running_fleet(
             fleet.manager = RolloutManager(_named(context, "manager"), config)
             await as_role("manager", fleet.manager.start())
             group.run("manager", fleet.manager)
+        fleet.roles = group.tasks
         yield fleet
 
 
@@ -185,20 +201,20 @@ class _Roles:
     """Roles that run until the block ends, and are then ended without ceremony."""
 
     async def __aenter__(self) -> "_Roles":
-        self._tasks: list[asyncio.Task[Any]] = []
+        self.tasks: list[asyncio.Task[Any]] = []
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        while pending := [task for task in self._tasks if not task.done()]:
+        while pending := [task for task in self.tasks if not task.done()]:
             for task in pending:  # again and again: a Redis client that connects anew may swallow a cancellation
                 task.cancel()
             await asyncio.wait(pending, timeout=1.0)
-        for task in self._tasks:
+        for task in self.tasks:
             if not task.cancelled() and task.exception() is not None:
                 print(f"a role failed: {task.exception()!r}", file=sys.stderr)
 
     def run(self, name: str, role: Any) -> None:
-        self._tasks.append(as_role(name, role.run()))
+        self.tasks.append(as_role(name, role.run()))
 
 
 @contextlib.contextmanager

@@ -298,7 +298,7 @@ class Replica:
                     await self._set_version(version)
                     self.last_swap_seconds = time.monotonic() - started
                     verdict = await check_probe(client, path, version, self._config.probe_tolerance)
-                trial.end(accepted=verdict.is_accepted)
+                trial.end(accepted=verdict.is_accepted and verdict.check is Check.ALL)
             except (EngineError, DeadlineError) as error:
                 verdict = Verdict(version, Check.ANSWER, str(error))
             finally:

@@ -175,6 +175,7 @@ class RolloutWorker:
         with contextlib.suppress(ExperienceError):
             await self._pool.give_back(self._context.role, list(self._held))
         await self._harbour.close()
+        await self._player.close()
         await self._replica.kill()
         if self._log:
             self._log.write()

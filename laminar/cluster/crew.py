@@ -47,7 +47,7 @@ class Crew:
         self._trainer_ended = asyncio.Event()
         self._trainer_ended.set()
         self._master_node = ""
-        self._relays = Relays(self._keep, self._process, self._start)
+        self._relays = Relays(self._keep, self._process, self._start, config.relay.num_gpus)
         self._manager: RoleProcess | None = None
         self.restarts: Counter[str] = Counter()
         self.is_stopping = False

@@ -135,8 +135,12 @@ class RelayConfig(Section):
     """`[relay]`: how weights travel."""
 
     transport: str = "auto"
-    """How versions reach other machines: `zmq` (TCP), `collective` (torch.distributed with gloo),
-    or `"package.module:Attr"`; `auto` is `zmq`."""
+    """How versions reach other machines: `zmq` (TCP), `mooncake` (RDMA where there are devices, else TCP), `collective`
+    (torch.distributed: gloo, with `num_gpus` NCCL), or `"package.module:Attr"`; `auto` is `zmq`."""
+    num_gpus: float = Field(0, ge=0, le=1)
+    """GPUs that Ray sets aside for each relay, for NCCL with transport `collective`; 0: gloo."""
+    shares_gpu_by_mps: bool = False
+    """Relays and engines or trainers of one GPU run under NVIDIA's MPS; without it NCCL beside them is refused."""
     keep_versions: int = Field(1, ge=1)
     """Complete versions kept on each machine besides the one being written."""
     root: str = "/dev/shm"

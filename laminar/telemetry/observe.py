@@ -117,8 +117,8 @@ def open_sinks(config: LaminarConfig, folder: RunFolder, run_id: str) -> list[Si
 
         (folder.path / "tensorboard").mkdir(exist_ok=True)
         sinks.append(_threaded("tensorboard", open_tensorboard, folder))
-    if metrics.wandb != "off":
-        mode = metrics.wandb
+    mode = metrics.wandb
+    if mode != "off":
 
         def open_wandb() -> Writer:
             from laminar.telemetry.sinks.weights_and_biases import WandbWriter

@@ -29,12 +29,7 @@ class WandbWriter:
     failures: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, wandb.Error)
 
     def __init__(
-        self,
-        folder: Path,
-        run_id: str,
-        mode: Literal["offline", "online"],
-        project: str,
-        settings: dict[str, Any],
+        self, folder: Path, run_id: str, mode: Literal["offline", "online"], project: str, settings: dict[str, Any]
     ) -> None:
         self._run: Any = wandb.init(
             dir=str(folder),
