@@ -89,7 +89,7 @@ class Sampler:
             (folder / file.name).write_bytes(file.read_bytes())
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         self._version = WeightVersion(0, number)
-        self._engine.update_weights(folder, str(self._version), flush_cache=True)
+        self._engine.book.update_weights(folder, str(self._version), flush_cache=True)
 
     def play(self) -> list[tuple[Trajectory, ...]]:
         """One batch of groups."""
@@ -108,7 +108,7 @@ class Sampler:
             ]
             asked.append((row, ids, names, [self._engine.add(wire) for wire in wires]))
             self._admission += 1
-        while self._engine.has_work:
+        while self._engine.book.has_work:
             self._engine.step()
         return [self._group(*group) for group in asked]
 

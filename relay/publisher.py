@@ -18,6 +18,7 @@ from laminar.errors import ConfigError, RelayError
 from laminar.types import WeightVersion
 from relay.locks import FileLock
 from relay.manifest import CHUNK_BYTES, Layout, Manifest, load_layout
+from relay.probe import Probe
 from relay.reveal import reveal
 from relay.slots import Slot
 from relay.store import PUBLISHER, VersionStore, kept_versions, open_store
@@ -89,7 +90,9 @@ class Publisher:
             self._slots = self._store.prepare_slots(layout.file_bytes)
             self._layout = layout
 
-    def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishReport:
+    def publish(
+        self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+    ) -> PublishReport:
         """Make a version visible to this machine's readers, or nothing at all.
 
         Publishing a version that is there already does nothing. With every slot leased the version is skipped: offer it
@@ -98,6 +101,7 @@ class Publisher:
         Args:
             version: newer than all that were published before.
             tensors: (name, values), in any order; cast to the layout's number type.
+            probe: what the trainer's forward pass makes of fixed tokens; goes along for readers to compare.
 
         Raises:
             RelayError: if a newer version exists, or a tensor does not fit the layout (named); nothing is published then.
@@ -122,7 +126,7 @@ class Publisher:
         chunk_bytes = self._chunk_bytes or self._store.advised_chunk_bytes() or CHUNK_BYTES
         try:
             checksums = fill_slot(slot, layout, tensors, chunk_bytes)
-            self._reveal(version, slot, layout, chunk_bytes, checksums)
+            self._reveal(version, slot, layout, chunk_bytes, checksums, probe)
         finally:
             slot.unlock()
         self._store.prune()
@@ -137,7 +141,13 @@ class Publisher:
             self._lock.release()
 
     def _reveal(
-        self, version: WeightVersion, slot: Slot, layout: Layout, chunk_bytes: int, checksums: tuple[str, ...]
+        self,
+        version: WeightVersion,
+        slot: Slot,
+        layout: Layout,
+        chunk_bytes: int,
+        checksums: tuple[str, ...],
+        probe: Probe | None,
     ) -> None:
         manifest = Manifest(
             version=version,
@@ -147,6 +157,7 @@ class Publisher:
             file_bytes=layout.file_bytes,
             chunk_bytes=chunk_bytes,
             checksums=checksums,
+            probe=probe,
         )
         reveal(self._store, manifest, slot)
 

@@ -207,7 +207,7 @@ class AgentPlayer:
             return score
         if twice := session.rewards.keys() & score.terms.keys():
             raise EpisodeError(FailureKind.USER_BUG, f"agent and rewards both name a term {min(twice)!r}; rename one")
-        if not (session.rewards or score.terms):
+        if not (session.rewards or score.terms or self.scorer.judges_siblings):
             hint = "catch code context_length_exceeded and return one" if calls.spent else "return or post one"
             raise EpisodeError(FailureKind.USER_BUG, f"neither the agent nor [[rewards]] gave a reward; {hint}")
         return Score(score.reward + sum(session.rewards.values()), {**score.terms, **session.rewards})

@@ -3,6 +3,8 @@
 It knows the config, not groups' leases, weights or engines' processes.
 """
 
+from collections.abc import Sequence
+
 from laminar.config.root import LaminarConfig
 from laminar.config.sizes import longest_evaluation_tokens, longest_row_tokens
 from laminar.types import ClaimedGroup, Purpose, SamplingParameters, Trajectory
@@ -12,6 +14,7 @@ from rollout.episode import play_episode
 from rollout.generation import Generator
 from rollout.journal import Journal
 from rollout.rewards.scorer import build_scorer
+from rollout.siblings import Judge, judge_siblings
 from rollout.tokens import load_tokenizer
 
 
@@ -65,6 +68,15 @@ class Player:
             worker=self._worker,
             journal=journal,
         )
+
+    def judge_of(self, group: ClaimedGroup) -> Judge | None:
+        """What gives a group's good members their group rewards (`judge_siblings`); None if no reward compares them."""
+
+        async def judge(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+            attempts = self._config.rollout.max_attempts
+            return await judge_siblings(self._scorer, self.tokenizer, group.prompt, trajectories, attempts)
+
+        return judge if self._scorer.judges_siblings else None
 
 
 def longest_for(config: LaminarConfig, purpose: Purpose) -> int:

@@ -26,7 +26,10 @@ from rollout.berths import Berths
 from rollout.engine_handle import EngineHandle, StartEngine, WeightSource
 from rollout.engines.client import BrokenAnswerError, EngineClient
 from rollout.generation import Generation, OnSegment
+from rollout.quarantine import Quarantine, RejectedWeightsError
 from rollout.streaming import as_segments
+from rollout.trial import Trial
+from rollout.verification import Check, Verdict, check_held, check_probe
 
 logger = logging.getLogger("laminar.rollout.replica")
 
@@ -64,6 +67,10 @@ class Replica:
         self.last_swap_seconds = 0.0
         self.last_pull: tuple[float, int] | None = None
         """Seconds and bytes of the last update; None before the first."""
+        self.last_verdict: Verdict | None = None
+        """On the weights that came with the last swap."""
+        self.quarantine = Quarantine()
+        self._trial = Trial()
 
     @property
     def client(self) -> EngineClient:
@@ -93,14 +100,20 @@ class Replica:
         await self._set_version(None)
 
     async def start(self) -> None:
-        """Start the engine on the newest complete version.
+        """Start the engine on the newest complete version. One that does not hold what it should is condemned at once.
 
         Raises:
             RelayError: there is none.
             EngineError, DeadlineError: it does not come up.
         """
         with self._lease_newest() as (version, path):
-            self._process, self._client = await self._start_engine(path, version)
+            try:
+                self._process, self._client = await self._start_engine(path, version)
+            except RejectedWeightsError as error:
+                self.quarantine.note_rejection(error.verdict)
+                await self.condemn(str(error))
+                return
+        self._trial = Trial()
         await self._set_version(version)
 
     @contextlib.contextmanager
@@ -184,14 +197,17 @@ class Replica:
         request_id: str,
         on_segment: OnSegment | None,
     ) -> Generation:
-        on_tokens = None if on_segment is None else as_segments(on_segment, masked_heads=self._config.swap == "in_place")
+        on_tokens, trial = None, self._trial
+        if on_segment is not None:
+            on_tokens = as_segments(trial.guard(on_segment), masked_heads=self._config.swap == "in_place")
         engine_id = self._requests[request_id].engine_id
         try:
-            return await client.generate(input_ids, sampling, engine_id, on_tokens)
+            return await trial.settle(await client.generate(input_ids, sampling, engine_id, on_tokens))
         except BrokenAnswerError as error:
-            logger.info("request %s: %s; %d tokens are kept", request_id, error, error.received.num_tokens)
+            received = await trial.settle(error.received)
+            logger.info("request %s: %s; %d tokens are kept", request_id, error, received.num_tokens)
             await self.probe(client)
-            return error.received
+            return received
         except (EngineError, DeadlineError):
             await self.probe(client)
             raise
@@ -256,10 +272,10 @@ class Replica:
                 self._changed.notify_all()
 
     async def swap(self, version: WeightVersion) -> None:
-        """Give the engine a newer version: pause, update, verify, continue.
+        """Give the engine a newer version: pause, update, verify, continue; the probe comes after that (`rollout.trial`).
 
-        An engine that refuses or does not answer is condemned. One that is being restarted is left alone: it starts on the
-        newest version.
+        An engine that refuses, does not answer, or does not hold what it should is condemned. One that is being restarted is
+        left alone: it starts on the newest version.
 
         Raises:
             RelayError: the version is gone (a newer one is there); the engine is untouched.
@@ -270,28 +286,38 @@ class Replica:
         with self._puller.lease(version) as path:
             self._swapping = True
             await self._set_version(None)
+            trial = self._trial
             try:
-                await self._exchange_weights(client, path, version)
+                verdict = await self._exchange_weights(client, path, version)
+                self._swapping = False
+                if verdict.is_accepted and self._client is client:
+                    await self._set_version(version)
+                    self.last_swap_seconds = time.monotonic() - started
+                    verdict = await check_probe(client, path, version, self._config.probe_tolerance)
+                trial.end(accepted=verdict.is_accepted)
             except (EngineError, DeadlineError) as error:
-                if self._client is client:
-                    await self.condemn(str(error))
-                return
+                verdict = Verdict(version, Check.ANSWER, str(error))
             finally:
                 self._swapping = False
-        if self._client is client:
-            await self._set_version(version)
-            self.last_swap_seconds = time.monotonic() - started
+                trial.end(accepted=False)
+            self.last_verdict = verdict
+            if verdict.check is not Check.ANSWER:  # one that did not answer holds unknown weights, not wrong ones
+                self.quarantine.note_swap(verdict)
+            if not verdict.is_accepted and self._client is client:
+                await self.condemn(verdict.reason)
 
-    async def _exchange_weights(self, client: EngineClient, path: Path, version: WeightVersion) -> None:
+    async def _exchange_weights(self, client: EngineClient, path: Path, version: WeightVersion) -> Verdict:
+        """Pause, update, look at what is held, and go on unless that is wrong."""
         mode = self._config.swap if self._num_sent else "retract"
         await client.pause(mode)
         started = time.monotonic()
         await client.update_weights(path, version, flush_cache=mode == "retract")
         self.last_pull = (time.monotonic() - started, (path / WEIGHTS_NAME).stat().st_size)
-        held = await client.weight_version()
-        if held != version:
-            raise EngineError(f"after the swap to {version} the engine says it holds {held}")
-        await client.resume()
+        verdict = await check_held(client, version)
+        if verdict.is_accepted:
+            self._trial.begin(version)
+            await client.resume()
+        return verdict
 
     async def _set_version(self, version: WeightVersion | None) -> None:
         async with self._changed:

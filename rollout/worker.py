@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
+from functools import partial
 
 from redis.asyncio import Redis
 
@@ -26,7 +26,6 @@ from laminar.errors import (
     ExperienceError,
     LaminarError,
     RelayError,
-    RunFailedError,
     first_error,
 )
 from laminar.experience.answers import SubmitOutcome
@@ -35,7 +34,6 @@ from laminar.experience.client import connect
 from laminar.experience.partial import Partial, PartialPool
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
-from laminar.policies.in_flight import next_limit
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import Puller, open_puller
@@ -44,11 +42,14 @@ from rollout.environments.factory import is_resumable
 from rollout.evaluation import EvaluationResult, evaluate
 from rollout.guest_door import GuestDoor
 from rollout.harbour import Harbour
+from rollout.in_flight import InFlightLimit
+from rollout.keeper import EngineKeeper
 from rollout.occupants import guest_limits
 from rollout.player import Player
 from rollout.recorder import PartialRecorder
 from rollout.replica import Replica
 from rollout.seat import Seats
+from rollout.siblings import Siblings
 from rollout.start_engine import engine_starter
 from rollout.swap_gate import SwapGate
 from rollout.trajectory_log import TrajectoryLog
@@ -63,8 +64,6 @@ REPORT_SECONDS = 0.5
 EVENT_WAIT_SECONDS = 5.0
 """One wait for news from the data module; shorter than its connections' deadline."""
 VERSION_WAIT_SECONDS = 5.0
-ENGINE_CHECK_SECONDS = 0.2
-PROBE_SECONDS = 5.0
 
 
 class RolloutWorker:
@@ -73,14 +72,12 @@ class RolloutWorker:
     def __init__(self, context: RoleContext, config: LaminarConfig) -> None:
         self._context, self._config = context, config
         self._rollout, self._num_members = config.rollout, members_per_group(config)
-        self._max_in_flight = config.rollout.max_in_flight_groups
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
         self._stopping = asyncio.Event()
         self._left = asyncio.Event()
         self._counts = WorkerCounts(self._rollout)
-        self._in_flight_limit = self._rollout.max_in_flight_groups
-        self._num_retractions = 0
+        self._limit = InFlightLimit(self._rollout.max_in_flight_groups, adapts=self._rollout.adapt_in_flight)
 
     async def start(self) -> None:
         """Connect, wait for weights, start the engine."""
@@ -120,6 +117,15 @@ class RolloutWorker:
         self._seats = Seats(replica, self._harbour)
         limits = guest_limits(self._config)
         self._door = GuestDoor(replica, limits, token=self._context.token, release=self._release)
+        self._keeper = EngineKeeper(
+            replica,
+            self._context.role,
+            self._config.run.max_restarts,
+            tell=self._tell,
+            has_others=self._has_others,
+            on_death=self._counts.engine_died,
+            leave=self._stopping.set,
+        )
         await replica.start()
 
     async def run(self) -> None:
@@ -129,7 +135,7 @@ class RolloutWorker:
             RunFailedError: nearly every trajectory fails; carries the first error's text.
         """
         loops = [
-            self._claim_groups(), self._follow_weights(), self._renew_leases(), self._follow_events(), self._keep_engine(),
+            self._claim_groups(), self._follow_weights(), self._renew_leases(), self._follow_events(), self._keeper.run(),
             self._report(), self._recorder.run(),
             *([self._log.run()] if self._log else []),
         ]  # fmt: skip
@@ -152,7 +158,7 @@ class RolloutWorker:
 
     async def limit_in_flight(self, num_groups: int) -> None:
         """Play at most so many groups at once from now on; those that are being played go on."""
-        self._max_in_flight = self._in_flight_limit = num_groups
+        self._limit.set_ceiling(num_groups)
 
     async def evaluate(self, prompts: list[bytes], min_number: int, wait_seconds: float) -> EvaluationResult:
         """Answer held-out prompts with one version of at least this number, awaited so long; see `SwapGate`.
@@ -181,7 +187,7 @@ class RolloutWorker:
         Unblocked by: a group's end, a swap's end, a published step.
         """
         while True:
-            room = self._in_flight_limit - self._num_here
+            room = self._limit.groups - self._num_here
             version = self._replica.version
             granted = 0
             if room > 0 and version is not None and not self._replica.berths.is_closed:
@@ -198,24 +204,30 @@ class RolloutWorker:
     async def _play_group(self, group: ClaimedGroup) -> None:
         try:
             left = await self._recorder.adopt(group)
+            submit = partial(self._buffer.submit_many, worker=self._context.role, together=True)
+            siblings = Siblings(len(group.members), submit, self._player.judge_of(group))
             async with asyncio.TaskGroup() as members:
                 for member in group.members:
-                    members.create_task(self._play_member(group, member, left.get(member)))
+                    members.create_task(self._play_member(group, member, left.get(member), siblings))
             self._held.discard(group.group_id)
         except* LaminarError as failures:
             raise first_error(failures) from None
         finally:
             self._groups.pop(group.group_id, None)
 
-    async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None) -> None:
+    async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None, siblings: Siblings) -> None:
         """Play one member and submit the outcome; a failed one is played again as long as the data module says so."""
         try:
             for replay in itertools.count():
-                trajectory = await self._try_member(group, member, replay, left if not replay else None)
+                played = await self._try_member(group, member, replay, left if not replay else None)
+                if played.failure is not None:
+                    self._counts.end(played)
+                trajectory, outcome = await siblings.hand_in(played)
+                if played.failure is None:
+                    self._counts.note_failure(trajectory)
+                    self._counts.end(trajectory)
                 if self._log:
                     self._log.add(trajectory)
-                self._counts.end(trajectory)
-                outcome = await self._buffer.submit(trajectory, self._context.role)
                 if outcome is not SubmitOutcome.REPLAY:
                     break
         except asyncio.CancelledError:
@@ -274,27 +286,6 @@ class RolloutWorker:
             case "in_flight":
                 return contextlib.nullcontext(True)
 
-    async def _keep_engine(self) -> None:
-        """Restart an engine that died, hangs, or was condemned."""
-        probed = time.monotonic()
-        while True:
-            if reason := self._replica.problem():
-                await self._restart_engine(reason)
-            if time.monotonic() - probed > PROBE_SECONDS:
-                await self._replica.probe()
-                probed = time.monotonic()
-            await asyncio.sleep(ENGINE_CHECK_SECONDS)
-
-    async def _restart_engine(self, reason: str) -> None:
-        logger.warning("engine: %s; restarting it", reason)
-        await self._telemetry.emit("notice", fields={"text": f"engine restarted: {reason}"})
-        if self._replica.restarts >= self._config.run.max_restarts:
-            raise RunFailedError(
-                f"the engine of {self._context.role} was restarted {self._replica.restarts} times: {reason}"
-            )
-        self._counts.engine_died()
-        await self._replica.restart()
-
     async def _renew_leases(self) -> None:
         """Renew what is being played; give up what was lost to another worker, or let go while its event was missed."""
         while True:
@@ -326,13 +317,19 @@ class RolloutWorker:
         while True:
             load = await self._load()
             await self._directory.beat(self._entry(load))
-            self._adapt(load)
+            self._limit.adapt(load, self._num_here)
             states, spans = self._replica.clock.take()
             metrics = self._measure(load) | self._counts.split_generating(states, load)
             await self._telemetry.emit("worker", metrics, fields={"spans": spans})
             if alarm := self._counts.alarm():
-                await self._telemetry.emit("notice", fields={"text": alarm})
+                await self._tell(alarm)
             await asyncio.sleep(REPORT_SECONDS)
+
+    async def _tell(self, text: str) -> None:
+        await self._telemetry.emit("notice", fields={"text": text})
+
+    async def _has_others(self) -> bool:
+        return any(entry.version and entry.replica != self._context.role for entry in await self._directory.entries())
 
     async def _load(self) -> EngineLoad | None:
         try:
@@ -356,19 +353,6 @@ class RolloutWorker:
             remaining_tokens=max((occupant.expected_tokens for occupant in berths.occupants), default=0),
         )
 
-    def _adapt(self, load: EngineLoad | None) -> None:
-        if load is None or not self._rollout.adapt_in_flight:
-            return
-        self._in_flight_limit = next_limit(
-            self._in_flight_limit,
-            ceiling=self._max_in_flight,
-            in_flight=self._num_here,
-            kv_share=load.used_tokens / max(load.capacity_tokens, 1),
-            num_waiting=load.waiting,
-            num_retracted=max(0, load.num_retractions - self._num_retractions),
-        )
-        self._num_retractions = load.num_retractions
-
     @property
     def _num_here(self) -> int:
         """Groups that take room on this engine; those that are generated elsewhere do not."""
@@ -377,7 +361,7 @@ class RolloutWorker:
     def _measure(self, load: EngineLoad | None) -> dict[str, float]:
         return self._counts.metrics(self._replica, load) | {
             "worker/away_groups": len(self._groups) - self._num_here,
-            "worker/in_flight_limit": self._in_flight_limit,
+            "worker/in_flight_limit": self._limit.groups,
             "worker/records_left_out": self._log.left_out if self._log else 0,
         }
 

@@ -21,6 +21,7 @@ from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.payloads import PayloadLostError
 from laminar.plugins import resolve
 from laminar.policies.masking import newest_trained_number, oldest_trained_number
+from laminar.policies.over_provision import tail_of_batch
 from laminar.policies.samplers import SAMPLERS
 from laminar.policies.staleness import BatchPlan, fewest_evictions, plan_batch
 from laminar.types import EvictionReason, GroupHeader, GroupState, Purpose, Trajectory, WeightVersion
@@ -227,6 +228,7 @@ class BatchSource:
         group_ids = await self._buffer.take(lineage, step, chosen)
         missing = [group_id for group_id in group_ids if group_id not in self._judged]
         fetched = dict(zip(missing, await self._buffer.fetch(missing), strict=True)) if missing else {}
+        await self._recycle_tail(snapshot, group_ids)
         known = self._judged | fetched
         groups = tuple(known[group_id] for group_id in group_ids)
         outstanding = {header.group_id for header in snapshot.headers}
@@ -246,6 +248,14 @@ class BatchSource:
             oldest_trained=oldest_trained_number(step - 1, self._loosest_bound),
             snapshot=snapshot,
         )
+
+    async def _recycle_tail(self, snapshot: Snapshot, taken: Sequence[str]) -> None:
+        """With over-provisioning: let go of what the batch has overtaken."""
+        ratio = self._config.rollout.over_provision
+        if ratio > 1 and self._config.staleness.bound != 0:
+            tail = tail_of_batch(snapshot.headers, taken, ratio=ratio, prompts_per_step=self._batch_size)
+            if tail:
+                await self._evict(tail, EvictionReason.RECYCLED)
 
     async def _wait_for_due(self, snapshot: Snapshot, plan: BatchPlan, step: int, wait: _Wait) -> None:
         """Wait a moment; by policy, evict groups in flight that hold the batch up."""

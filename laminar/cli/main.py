@@ -20,6 +20,7 @@ from laminar.cli import report as report_command
 from laminar.cli import run as run_commands
 from laminar.cli import scale as scale_command
 from laminar.cli import show as show_command
+from laminar.cli import simulate as simulate_command
 from laminar.cli import status as status_command
 from laminar.cli import train as train_command
 from laminar.errors import LaminarError
@@ -43,6 +44,7 @@ app.command(name="eval")(evaluate_command.evaluate)
 app.command(name="export")(export_command.export)
 app.command(name="check")(check_command.check)
 app.command(name="explain")(explain_command.explain)
+app.command(name="simulate")(simulate_command.simulate)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import redis.exceptions
 from redis.asyncio import Redis
 
 from laminar.cluster.crew import Crew
+from laminar.config.rollout import RolloutConfig
 from laminar.errors import ConfigError, EnvironmentSetupError
 from laminar.telemetry.stream import TelemetryWriter
 
@@ -52,7 +53,7 @@ class Scaling:
     Args:
         client: of the data module.
         run_id: the run.
-        num_workers: how many there are at the start, numbered from 0.
+        rollout: how many workers there are at the start, numbered from 0, and whether more of them want a manager.
         crew: starts and retires them.
     """
 
@@ -60,12 +61,13 @@ class Scaling:
         self,
         client: Redis,
         run_id: str,
-        num_workers: int,
+        rollout: RolloutConfig,
         crew: Crew,
         telemetry: TelemetryWriter,
         say: Callable[[str], None],
     ) -> None:
-        self._client, self._key, self._num_workers = client, wanted_key(run_id), num_workers
+        self._client, self._key = client, wanted_key(run_id)
+        self._rollout, self._num_workers, self._has_manager = rollout, rollout.num_workers, False
         self._crew, self._telemetry, self._say = crew, telemetry, say
 
     async def run(self) -> None:
@@ -76,6 +78,9 @@ class Scaling:
         await self._write(self._num_workers)
         async with asyncio.TaskGroup() as group:
             while True:
+                if not self._has_manager and self._rollout.wants_manager(self._num_workers):
+                    self._has_manager = True
+                    group.create_task(self._crew.keep_manager())
                 wanted = await self._read()
                 while self._num_workers < wanted:
                     group.create_task(self._keep(self._num_workers))

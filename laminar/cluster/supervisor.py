@@ -211,9 +211,8 @@ class Supervisor:
         began = self._folder.read_state().started_at
         desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say, began)
         held_out = data.encoded_held_out()
+        scaling = Scaling(self._redis, context.run_id, self._config.rollout, crew, telemetry, self._say)
         evaluations = Evaluations(self._config, held_out, self._folder.metrics, crew, telemetry, self._say)
-        workers = self._config.rollout.num_workers
-        scaling = Scaling(self._redis, context.run_id, workers, crew, telemetry, self._say)
         try:
             async with asyncio.TaskGroup() as group:
                 await observer.settle_last_life()
@@ -221,7 +220,6 @@ class Supervisor:
                     group.create_task(observer.run()),
                     group.create_task(self._measure_memory(context.run_id)),
                     group.create_task(crew.keep_relays()),
-                    *([group.create_task(crew.keep_manager())] if self._config.rollout.wants_manager else []),
                     group.create_task(keeper.run()),
                     group.create_task(desk.run()),
                     group.create_task(scaling.run()),

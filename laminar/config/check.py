@@ -68,6 +68,11 @@ def _group_faults(config: LaminarConfig) -> Iterator[str]:
             f"`rollout.min_group_size` is {rollout.min_group_size}, above `rollout.group_size` = {rollout.group_size}: "
             "no group would ever be trained; lower it"
         )
+    if rollout.over_provision > 1 and config.staleness.bound == 0:
+        yield (
+            f"`rollout.over_provision` is {rollout.over_provision:g} with `staleness.max_staleness` = 0: a batch is then "
+            "exactly what was admitted, and nothing may be let go; set it to 1, or the bound to 1 or more"
+        )
     if trainer.mini_batches > trainer.prompts_per_step:
         yield (
             f"`trainer.mini_batches` is {trainer.mini_batches}, above `trainer.prompts_per_step` = "
@@ -132,6 +137,11 @@ def _engine_faults(config: LaminarConfig) -> Iterator[str]:
         )
     if config.trainer.kind == "emulated" and config.trainer.num_ranks > 1:
         yield f"`trainer.num_ranks` is {config.trainer.num_ranks}: the emulated trainer has one rank; set it to 1"
+    if engine.weight_load == "pinned" and engine.kind in ("torch", "emulated"):
+        yield (
+            f'`rollout.engine.weight_load` is "pinned", but the {engine.kind} engine maps or reads the file by itself; '
+            'set it to "disk", or `rollout.engine.kind` to "sglang"'
+        )
     if 0 < engine.num_gpus < engine.tensor_parallel_size and engine.tensor_parallel_size > 1:
         yield (
             f"`rollout.engine.num_gpus` is {engine.num_gpus:g}: a replica split over `tensor_parallel_size` = "

@@ -71,6 +71,20 @@ def _reward_faults(config: LaminarConfig) -> Iterator[str]:
     table, kind = load_attribute(ENVIRONMENTS), config.environment.kind
     if not config.rewards and kind in table and not getattr(load_attribute(table[kind]), "gives_reward", False):
         yield f"`rewards` is empty: `{config.environment.kind}` gives no reward of its own; add a [[rewards]] table"
+    if config.eval.path and config.rewards and not _judges_alone(config):
+        yield "`eval.path` is set, but every reward compares siblings: add a [[rewards]] that judges single answers"
     names = [reward.name or reward.kind for reward in config.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f'`rewards` has {names.count(name)} terms called "{name}": give each a `name` of its own'
+
+
+def _judges_alone(config: LaminarConfig) -> bool:
+    """Whether a single answer, such as one of an evaluation, gets a reward; what cannot be read is not this check's."""
+    environments, rewards = load_attribute(ENVIRONMENTS), load_attribute(REWARDS)
+    kind = config.environment.kind
+    if kind not in environments or getattr(load_attribute(environments[kind]), "gives_reward", False):
+        return True
+    try:
+        return not all(hasattr(resolve(reward.kind, rewards), "score_group") for reward in config.rewards)
+    except ConfigError:
+        return True

@@ -28,7 +28,8 @@ PEER_NAMES: Mapping[str, str] = {
     "max_concurrent_rollouts": "rollout.max_in_flight_groups",
     "num_parallel_generation_workers": "rollout.max_in_flight_groups",
     "max_inflight_prompts": "rollout.max_in_flight_groups",
-    "over_sampling_batch_size": "rollout.max_in_flight_groups",
+    "over_sampling_batch_size": "rollout.over_provision",
+    "over_sample_rate": "rollout.over_provision",
     "max_inflight_tasks": "rollout.max_in_flight_groups",
     "llm_max_rollouts": "rollout.max_in_flight_groups",
     # the batch, counted in prompts

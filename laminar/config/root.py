@@ -4,6 +4,7 @@ from pydantic import Field
 
 from laminar.config.rollout import RolloutConfig
 from laminar.config.section import Section
+from laminar.config.simulate import SimulateConfig
 from laminar.config.system import (
     CheckpointConfig,
     ClusterConfig,
@@ -40,3 +41,4 @@ class LaminarConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     dashboard: DashboardConfig = DashboardConfig()
     cluster: ClusterConfig = ClusterConfig()
+    simulate: SimulateConfig = SimulateConfig()

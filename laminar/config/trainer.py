@@ -76,6 +76,8 @@ class EmulatedTrainerConfig(Section):
 
     step_seconds: list[Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: [1.0], min_length=1)
     """Duration of the steps in seconds, one after another, from the first again at the end."""
+    tokens_per_second: float | None = Field(None, gt=0)
+    """A step takes the time of its sampled tokens at this pace besides; unset: lengths do not count."""
 
 
 class TrainerConfig(Section):

@@ -17,6 +17,7 @@ LARGEST = (
     "weights/broadcast_bytes",
     "weights/broken_pieces",
     "weights/pull_seconds",
+    "weights/probe_difference_nats",
     "weights/swap_seconds",
 )
 SMALLEST = ("weights/broadcast_bytes_per_second", "weights/pull_bytes_per_second")

@@ -50,6 +50,7 @@ def make_run(model, ranks, action, kind="aipo", stage=0, dtype="float32", **spik
         {
             "model": {"path": str(model), "dtype": dtype},
             "data": {"path": "-"},
+            "staleness": {"max_staleness": 16},
             "trainer": {
                 "learning_rate": 1e-3,
                 "algorithm": {"kind": kind, "options": {"clip_high": 1e6} if kind == "aipo" else {}},

@@ -64,6 +64,10 @@ def test_the_defaults_are_right_without_a_word(folder):
             "`rollout.min_group_size` is 3, above `rollout.group_size` = 2",
         ),
         (
+            "rollout.over_provision = 1.5\nstaleness.max_staleness = 0",
+            "`rollout.over_provision` is 1.5 with `staleness.max_staleness` = 0",
+        ),
+        (
             "trainer.mini_batches = 7\ntrainer.prompts_per_step = 6",
             "`trainer.mini_batches` is 7, above `trainer.prompts_per_step` = 6",
         ),
@@ -168,6 +172,7 @@ def test_unbiased_combinations_pass_without_a_word(folder, text):
         ),
         (REWARD + REWARD, '`rewards` has 2 terms called "exact_match"'),
         ('[[rewards]]\nkind = "absent_module:Attr"', "there is no module absent_module"),
+        ('[[rewards]]\nkind = "relative_length"\n[eval]\npath = "data.jsonl"', "every reward compares siblings"),
     ],
 )
 def test_wrong_rewards_are_refused(folder, reward, sentence):

@@ -80,7 +80,8 @@ def test_every_hint_for_a_peers_name_leads_to_a_setting_that_exists():
     known = {format_path(path) for path, _ in all_paths()}
     known |= {
         f"trainer.algorithm.options.{name}"
-        for name in load_attribute("trainer.algorithms.options:PolicyGradientOptions").model_fields
+        for options in ("trainer.algorithms.options:PolicyGradientOptions", "trainer.algorithms.presets:SafeRlhfOptions")
+        for name in load_attribute(options).model_fields
     }
     assert set(PEER_NAMES.values()) <= known
 

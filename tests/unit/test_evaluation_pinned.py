@@ -44,6 +44,9 @@ class Engine:
     async def weight_version(self):
         return self.version
 
+    async def rank_reports(self):
+        return []
+
     async def abort(self, request_id):
         self.aborted += 1
 

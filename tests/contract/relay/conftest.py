@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -24,10 +26,17 @@ from relay.store import WEIGHTS_NAME, VersionStore
 from relay.transports.base import Transport
 from relay.transports.collective import CollectiveTransport
 from relay.transports.memory import MemoryNetwork
+from relay.transports.mooncake import MooncakeTransport
 from relay.transports.shaped import ShapedTransport
 from relay.transports.zmq_tcp import ZmqTransport
 
-TRANSPORT_KINDS = ("memory", "zmq", "collective")
+HAS_MOONCAKE = subprocess.run([sys.executable, "-c", "import mooncake.engine"], capture_output=True).returncode == 0
+"""Tried in a process of its own: its import needs system libraries."""
+MOONCAKE = pytest.param(
+    "mooncake",
+    marks=(pytest.mark.slow, pytest.mark.skipif(not HAS_MOONCAKE, reason="needs the extra `mooncake` and libibverbs1")),
+)
+TRANSPORT_KINDS = ("memory", "zmq", "collective", MOONCAKE)
 """Every transport that ships; a new one is added here, to `transport_maker` and to `chain`."""
 
 CHUNK_BYTES = 4096
@@ -193,7 +202,7 @@ def transport_maker(kind: str) -> Callable[[str], Transport]:
     """Makes transports of one kind, by the machine's name."""
     if kind == "memory":
         return MemoryNetwork().transport
-    transport = {"zmq": ZmqTransport, "collective": CollectiveTransport}[kind]
+    transport = {"zmq": ZmqTransport, "collective": CollectiveTransport, "mooncake": MooncakeTransport}[kind]
     return lambda name: transport("127.0.0.1")
 
 
@@ -203,7 +212,7 @@ def make_transport(request: pytest.FixtureRequest) -> Callable[[str], Transport]
     return transport_maker(request.param)
 
 
-@pytest.fixture(params=["memory", "zmq", pytest.param("collective", marks=pytest.mark.slow)])
+@pytest.fixture(params=["memory", "zmq", pytest.param("collective", marks=pytest.mark.slow), MOONCAKE])
 async def chain(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Chain]:
     """No machine yet."""
     make_transport = transport_maker(request.param)

@@ -1,4 +1,4 @@
-"""How long a real engine's steps take, and how long answers become, for engines that only pretend.
+"""How long a real engine's steps take, and how long answers become: for the simulator and for engines that only pretend.
 
 The numbers are the paper's (`paper_timings.json` names figures); what they leave out is stated here:
 - figure 4 gives one context length, 4,096 tokens. What a step takes beyond that of one request is reading keys and values
@@ -65,6 +65,10 @@ class Lengths:
         """Length that this share of answers does not exceed; at least 1. Between given points log-lengths are linear."""
         return max(1, round(float(np.exp(np.interp(share, self.shares, np.log(self.tokens))))))
 
+    def quantiles(self, shares: FloatArray) -> FloatArray:
+        """(N,) whole lengths, at least 1, for (N,) shares; as `quantile`."""
+        return np.maximum(1.0, np.rint(np.exp(np.interp(shares, self.shares, np.log(self.tokens)))))
+
 
 def load_step_times(name: str) -> StepTimes:
     """Of one of the paper's engines, such as `32B_TP4`.
@@ -102,6 +106,6 @@ def _row(table: Mapping[str, Any], name: str, what: str) -> Mapping[str, float]:
 
 
 def _paper() -> dict[str, Any]:
-    text = resources.files("rollout.engines").joinpath("paper_timings.json").read_text("utf-8")
+    text = resources.files("laminar.simulate").joinpath("paper_timings.json").read_text("utf-8")
     content: dict[str, Any] = json.loads(text)
     return content
