@@ -36,7 +36,7 @@ from rollout.tiny import make_model
 NUM_REPLICAS, GROUP_SIZE, GROUPS_EACH = 16, 4, 8
 TIME_FACTOR, TOKEN_SCALE, STREAM_TOKENS = 16.0, 32, 8
 CAPACITY_TOKENS = 110_000
-PROMPTS_PER_STEP = 100
+PROMPTS_PER_STEP = 64
 STEP_SECONDS = 20.0
 LOOK_SECONDS = 0.25
 BAR = 1.20
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="of one arm")
     flags = parser.parse_args()
     order, warm, seconds = (
-        ((False, True), 3.0, 16.0) if flags.quick else ((False, True, True, False, False, True), 10.0, 60.0)
+        ((False, True), 4.0, 16.0) if flags.quick else ((False, True, True, False, False, True), 10.0, 60.0)
     )
     seconds, pace = flags.seconds or seconds, flags.time_factor
     arms = []
