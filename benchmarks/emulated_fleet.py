@@ -21,6 +21,7 @@ from typing import Any
 from laminar.cluster.data import RunData
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
+from laminar.errors import EngineError
 from laminar.experience.answers import Counters
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
@@ -128,6 +129,19 @@ class Fleet:
     players: list[WatchedPlayer] = field(default_factory=list)
     handles: dict[int, EngineHandle] = field(default_factory=dict)
     manager: RolloutManager | None = None
+    roles: "list[asyncio.Task[Any]]" = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise what a role died of, if one did, or that this machine cannot keep up.
+
+        Raises:
+            EngineError: an engine was restarted, because it did not answer in time.
+        """
+        for role in self.roles:
+            if role.done() and not role.cancelled() and (error := role.exception()) is not None:
+                raise error
+        if restarts := sum(replica.restarts for replica in self.replicas):
+            raise EngineError(f"{restarts} engines were restarted: the machine does not keep up; take a smaller time factor")
 
     def latencies(self) -> dict[str, float]:
         """Seconds that each ended trajectory was generated for."""
@@ -179,6 +193,7 @@ async def running_fleet(
             fleet.manager = RolloutManager(_named(context, "manager"), config)
             await as_role("manager", fleet.manager.start())
             group.run("manager", fleet.manager)
+        fleet.roles = group.tasks
         yield fleet
 
 
@@ -186,20 +201,20 @@ class _Roles:
     """Roles that run until the block ends, and are then ended without ceremony."""
 
     async def __aenter__(self) -> "_Roles":
-        self._tasks: list[asyncio.Task[Any]] = []
+        self.tasks: list[asyncio.Task[Any]] = []
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        while pending := [task for task in self._tasks if not task.done()]:
+        while pending := [task for task in self.tasks if not task.done()]:
             for task in pending:  # again and again: a Redis client that connects anew may swallow a cancellation
                 task.cancel()
             await asyncio.wait(pending, timeout=1.0)
-        for task in self._tasks:
+        for task in self.tasks:
             if not task.cancelled() and task.exception() is not None:
                 print(f"a role failed: {task.exception()!r}", file=sys.stderr)
 
     def run(self, name: str, role: Any) -> None:
-        self._tasks.append(as_role(name, role.run()))
+        self.tasks.append(as_role(name, role.run()))
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ def simulated(system: System, *, time_factor: float, warm_steps: int, steps: int
     """
     config = settings(system, Path("model"), time_factor).rollout
     repack = None
-    if config.wants_manager:
+    if config.wants_manager(config.num_workers):
         limits = RepackLimits(config.repack.kv_high, config.repack.kv_limit, 512, config.engine.max_running)
         repack = Repack(limits, config.repack.interval_seconds * time_factor)
     workload = Workload(load_lengths("32B_math"), 0, MAX_NEW_TOKENS, GROUP_SIZE, PROMPTS_PER_STEP)
@@ -115,7 +115,7 @@ def compare(arms: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Is the simulator right about the real system?")
-    parser.add_argument("--quick", action="store_true", help="every system once: about six minutes")
+    parser.add_argument("--quick", action="store_true", help="four systems once: about eight minutes")
     parser.add_argument("--arms", type=Path, help="output of `benchmarks.systems`, whose last line is used")
     arguments = parser.parse_args()
     if arguments.arms:

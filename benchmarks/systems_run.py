@@ -20,12 +20,12 @@ from benchmarks.systems_arm import (
     trained,
 )
 from laminar.errors import DeadlineError
-from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
-from laminar.experience.store import ExperienceStore
 from laminar.telemetry.stream import Event, TelemetryReader
 from laminar.types import GroupState
 
+LIMIT_SECONDS = 600.0
+"""Of one system."""
 POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.05
 GATE_SECONDS = 0.02
@@ -58,12 +58,13 @@ class LoopWatch:
 
 
 async def measure(
-    system: System, model: Path, folder: Path, *, time_factor: float, warm_steps: int, steps: int, limit_seconds: float
+    system: System, model: Path, folder: Path, *, time_factor: float, warm_steps: int, steps: int
 ) -> dict[str, Any]:
     """Run a system and measure it from the end of its step `warm_steps` to the end of the `steps` after it.
 
     Raises:
-        DeadlineError: they do not end within `limit_seconds`.
+        DeadlineError: they do not end within `LIMIT_SECONDS`.
+        EngineError: this machine does not keep up.
     """
     flags: dict[str, object] = {
         "latency": "32B_TP4", "lengths": "32B_math", "time-factor": time_factor,
@@ -72,16 +73,15 @@ async def measure(
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     async with running_fleet(settings(system, model, time_factor), folder / run_id, run_id, flags) as fleet:
         client = await connect(fleet.redis_url)
-        buffer = ExperienceBuffer(ExperienceStore(client, run_id))
-        gate = asyncio.create_task(keep_in_step(fleet, buffer, system.most_groups_each)) if system.in_step else None
+        gate = asyncio.create_task(keep_in_step(fleet, system.most_groups_each)) if system.in_step else None
         watch = LoopWatch()
         watching = asyncio.create_task(watch.run())
-        reader, told, deadline = TelemetryReader(client, run_id), Steps(), time.monotonic() + limit_seconds
-        await _wait_for_steps(told, reader, warm_steps, deadline)
+        reader, told, deadline = TelemetryReader(client, run_id), Steps(), time.monotonic() + LIMIT_SECONDS
+        await _wait_for_steps(told, reader, warm_steps, deadline, fleet)
         before = await _look(fleet, watch)
-        await _wait_for_steps(told, reader, warm_steps + steps, deadline)
+        await _wait_for_steps(told, reader, warm_steps + steps, deadline, fleet)
         after = await _look(fleet, watch)
-        counters = (await buffer.peek()).counters
+        counters = await fleet.counters()
         watching.cancel()
         if gate is not None:
             gate.cancel()
@@ -99,7 +99,7 @@ async def measure(
         }
 
 
-async def keep_in_step(fleet: Fleet, buffer: ExperienceBuffer, most_groups: int) -> None:
+async def keep_in_step(fleet: Fleet, most_groups: int) -> None:
     """The barrier of a one-step system: the next batch is claimed when the last one is whole, all by the newest weights.
 
     With `max_staleness` 1 admission itself lets in no more than one batch beside the one that is trained, and none for an
@@ -109,7 +109,7 @@ async def keep_in_step(fleet: Fleet, buffer: ExperienceBuffer, most_groups: int)
     for worker in fleet.workers:
         await worker.limit_in_flight(0)
     while True:
-        snapshot = await buffer.peek()
+        snapshot = await fleet.buffer.peek()
         in_flight = any(header.state is GroupState.IN_FLIGHT for header in snapshot.headers)
         is_claimed = snapshot.counters.admitted >= claimed_up_to + PROMPTS_PER_STEP * GROUP_SIZE
         if not in_flight:
@@ -120,10 +120,11 @@ async def keep_in_step(fleet: Fleet, buffer: ExperienceBuffer, most_groups: int)
         await asyncio.sleep(GATE_SECONDS)
 
 
-async def _wait_for_steps(told: Steps, reader: TelemetryReader, num_steps: int, deadline: float) -> None:
+async def _wait_for_steps(told: Steps, reader: TelemetryReader, num_steps: int, deadline: float, fleet: Fleet) -> None:
     while len(told.events) < num_steps:
+        fleet.check()
         if time.monotonic() > deadline:
-            raise DeadlineError(f"step {num_steps}; {len(told.events)} ended", deadline)
+            raise DeadlineError(f"step {num_steps} of {fleet.run_id} to end, after {len(told.events)}", LIMIT_SECONDS)
         await asyncio.sleep(POLL_SECONDS)
         await told.read(reader)
 

@@ -1,13 +1,12 @@
 """`laminar simulate`: play a config on imagined machines, to choose split and staleness bound. Starts nothing."""
 
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from laminar.cli.check import ConfigArgument
 from laminar.config.check import check_config
@@ -17,8 +16,8 @@ from laminar.errors import ConfigError
 from laminar.run_folder import RunFolder
 from laminar.simulate.calibrate import calibrated, observe
 from laminar.simulate.from_config import Setting, setting_of
-from laminar.simulate.report import COLUMNS, advice_lines, as_json, cells, html, write_png
-from laminar.simulate.sweep import Row, advise, overrides_of, simulate_rows
+from laminar.simulate.report import advice_lines, as_json, html, text_table, write_png
+from laminar.simulate.sweep import advise, overrides_of, simulate_rows
 
 
 def simulate(
@@ -55,7 +54,9 @@ def simulate(
     if as_json_text:
         typer.echo(json.dumps(as_json(rows, advices)))
         return
-    _show(rows, [text for advice in advices for text in advice_lines(advice)])
+    typer.echo(text_table(rows))
+    for found in advices:
+        typer.echo("\n".join(["", *(textwrap.fill(text, 100) for text in advice_lines(found))]))
 
 
 def parse_totals(text: str) -> list[int]:
@@ -83,15 +84,3 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         write(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); choose another file") from error
-
-
-def _show(rows: Sequence[Row], lines: Sequence[str]) -> None:
-    shown = Table(box=None, header_style="bold")
-    for number, name in enumerate(COLUMNS):
-        shown.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
-    for row in rows:
-        shown.add_row(*cells(row))
-    console = Console()
-    console.print(shown)
-    for line in lines:
-        console.print(line)

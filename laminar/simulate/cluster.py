@@ -47,12 +47,12 @@ class Engine:
         by_token = [0.0]
         for n in range(1, self.max_running + 1):
             tokens = n * reference
-            by_token.append((self.times.step_seconds(n, round(tokens)) - alone) / tokens)
+            by_token.append((self.times.step_seconds(n, tokens) - alone) / tokens)
         return fixed, by_token
 
-    def step_seconds(self, num_requests: int, context_tokens: float) -> float:
+    def step_seconds(self, num_requests: float, context_tokens: float) -> float:
         """Seconds in which each of so many requests gets one token; their contexts sum up to `context_tokens`."""
-        decode = self.times.step_seconds(num_requests, round(context_tokens))
+        decode = self.times.step_seconds(num_requests, context_tokens)
         return decode + self.overhead_seconds + num_requests * self.request_overhead_seconds
 
 

@@ -118,7 +118,8 @@ def _cluster(config: LaminarConfig, pace: _Pace) -> Cluster:
             prefill_tokens_per_second=(
                 chosen.prefill_tokens_per_second if prefill is None else prefill * pace.time_factor / pace.token_scale
             ),
-            overhead_seconds=0.0 if is_emulated else chosen.overhead_milliseconds / 1000,
+            overhead_seconds=0.0 if is_emulated else chosen.overhead_milliseconds / 1e3,
+            request_overhead_seconds=0.0 if is_emulated else chosen.request_overhead_microseconds / 1e6,
         ),
         num_replicas=config.rollout.num_workers,
         trainer=Trainer(

@@ -62,7 +62,7 @@ def generate_seconds(setting: Setting, num_replicas: int) -> float:
         float(system.max_in_flight_groups * workload.group_size),
         _outstanding(system, workload) * workload.group_size / num_replicas,
     ]
-    running = max(1, int(min(bounds)))
+    running = max(1.0, min(bounds))
     step = engine.step_seconds(running, running * context)
     prefill = workload.given_tokens / workload.group_size / engine.prefill_tokens_per_second
     num = workload.prompts_per_step * workload.group_size / num_replicas

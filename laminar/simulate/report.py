@@ -34,6 +34,19 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def text_table(rows: Sequence[Row]) -> str:
+    """The rows in plain text, a line each, and what the columns are."""
+    head = ("setting", "GPUs", "tokens/s", "answers/s", "staleness", "idle", "cache", "lost")
+    lines = [head, *map(cells, rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
+    padded = ["  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    legend = (
+        "GPUs: training + replicas x GPUs of each; staleness: mean / largest; idle: trainer / replicas;\n"
+        "cache: mean share in use; lost: sampled tokens of evicted answers / masked ones"
+    )
+    return "\n".join([*padded, legend])
+
+
 def advice_lines(advice: Advice) -> list[str]:
     """The recommendation in words."""
     split = advice.split

@@ -35,8 +35,8 @@ class StepTimes:
     seconds: FloatArray
     context_tokens: float
 
-    def step_seconds(self, num_requests: int, total_context_tokens: int) -> float:
-        """Seconds for one token of each of so many requests, whose contexts sum up to so many tokens.
+    def step_seconds(self, num_requests: float, total_context_tokens: float) -> float:
+        """Seconds for one token of each of so many requests (or a mean number), whose contexts sum up to so many tokens.
 
         Beyond the largest measured batch the last slope goes on.
         """
