@@ -84,8 +84,9 @@ async def measure_arm(
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     config = settings(model, repack=repack, time_factor=time_factor, num_replicas=num_replicas)
     async with running_fleet(config, folder / run_id, run_id, flags) as fleet:
-        await asyncio.sleep(warm_seconds)
         assert fleet.host is not None
+        await fleet.wait_full(num_replicas * GROUPS_EACH * GROUP_SIZE)
+        await asyncio.sleep(warm_seconds)
         before, cpu_before, started = await fleet.host.ask(ask=True), cpu_seconds(), time.monotonic()
         shares: list[float] = []
         late = 0.0
