@@ -152,7 +152,7 @@ class Fleet:
         """Until the engines of the one host run most of so many requests; a busy machine takes long to start a fleet."""
         assert self.host is not None
         async with asyncio.timeout(FILL_SECONDS):
-            while (await self.host.ask(ask=True))["running"] < 0.9 * num_requests:
+            while (await self.host.ask(ask=True))["running"] < 0.9 * num_requests:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
     async def counters(self) -> Counters:
