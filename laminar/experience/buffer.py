@@ -1,7 +1,7 @@
 """The experience buffer: what was played, until it is trained.
 
 Invariants: a trajectory is accepted at most once, whoever plays it and however often it is sent; its payload is written
-before the script that links it; groups are taken all or none, once; every change of a group's state is one script.
+by the script that accepts it; groups are taken all or none, once; every change of a group's state is one script.
 
 This module does not decide which groups to train, wait for or evict (`laminar.policies.staleness` does).
 """
