@@ -25,12 +25,14 @@ import asyncio
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.systems_arm import System
+from laminar.errors import DeadlineError, EngineError
 from rollout.tiny import make_model
 
 SYNCHRONOUS = System("synchronous", engines=8, training_devices=32, max_staleness=0)
@@ -120,8 +122,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="systems, by name, with commas; then nothing is compared")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else ()
-    with tempfile.TemporaryDirectory() as folder:
-        arms = asyncio.run(measure_all(Path(folder), quick=arguments.quick, time_factor=arguments.time_factor, names=names))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            arms = asyncio.run(
+                measure_all(Path(folder), quick=arguments.quick, time_factor=arguments.time_factor, names=names)
+            )
+    except (EngineError, DeadlineError) as error:
+        sys.exit(f"error: {error}")
     print(json.dumps(arms if names else compare(arms)))
 
 
