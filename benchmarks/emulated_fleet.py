@@ -45,6 +45,7 @@ from trainer.worker import TrainerRank
 
 TOKEN = "benchmark"
 NODE = "bench"
+FILL_SECONDS = 60.0
 ROLE: contextvars.ContextVar[str] = contextvars.ContextVar("role", default="benchmark")
 """Whose work the event loop is doing."""
 
@@ -147,6 +148,13 @@ class Fleet:
         """Seconds that each ended trajectory was generated for."""
         return {name: seconds for player in self.players for name, seconds in player.seconds.items()}
 
+    async def wait_full(self, num_requests: int) -> None:
+        """Until the engines of the one host run most of so many requests; a busy machine takes long to start a fleet."""
+        assert self.host is not None
+        async with asyncio.timeout(FILL_SECONDS):
+            while (await self.host.ask(ask=True))["running"] < 0.9 * num_requests:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
     async def counters(self) -> Counters:
         """Where all admitted trajectories stand."""
         return await self.buffer.counters()
@@ -154,7 +162,7 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def running_fleet(
-    config: LaminarConfig, folder: Path, run_id: str, engine_flags: dict[str, object] | None
+    config: LaminarConfig, folder: Path, run_id: str, engine_flags: dict[str, object] | None, prompt_tokens: int = 3
 ) -> AsyncIterator[Fleet]:
     """Start everything, with the trainer publishing, until the block ends.
 
@@ -163,6 +171,7 @@ async def running_fleet(
         folder: of the run, new.
         run_id: its name.
         engine_flags: of the engines in the one process that they share; None: each has its own, as the config says.
+        prompt_tokens: of every prompt, 3 or more; the tiny model's tokens are characters.
     """
     await asyncio.to_thread(folder.mkdir, parents=True)
     await asyncio.to_thread((folder / "logs").mkdir)
@@ -170,7 +179,7 @@ async def running_fleet(
         server = stack.enter_context(EmbeddedServer(folder / "redis"))
         client = await connect(server.url)
         stack.push_async_callback(client.aclose)
-        prompts = [Prompt(str(i), f"{i % 10}{i // 10 % 10}>", {"digit": "1"}) for i in range(2000)]
+        prompts = [Prompt(str(i), f"{i % 10}{i // 10 % 10}>".rjust(prompt_tokens, "7"), {"digit": "1"}) for i in range(2000)]
         await RunData(prompts, []).put_into_pool(client, run_id, config)
         context = RoleContext("relay-0", run_id, TOKEN, server.url, folder, NODE)
         host = None if engine_flags is None else await _start_host(stack, run_id, folder, config, engine_flags)

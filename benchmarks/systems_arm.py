@@ -2,7 +2,7 @@
 
 Sizes are the paper's 32B model: devices in groups of four an engine (TP4), answers of figure 17, decode steps of figure 4,
 and a trainer that takes time by its tokens and its devices. Time runs `time_factor` times faster; one emulated token stands
-for `TOKEN_SCALE` real ones, and a request gets `STEP_TOKENS` of them at once. Values are in real tokens and engine seconds.
+for `TOKEN_SCALE` real ones, and streams hear of `STEP_TOKENS` of them at once. Values are in real tokens and engine seconds.
 `systems_run` runs it.
 """
 

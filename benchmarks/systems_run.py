@@ -68,7 +68,7 @@ async def measure(
     """
     flags: dict[str, object] = {
         "latency": "32B_TP4", "lengths": "32B_math", "time-factor": time_factor,
-        "token-scale": TOKEN_SCALE, "step-tokens": STEP_TOKENS,
+        "token-scale": TOKEN_SCALE, "step-tokens": STEP_TOKENS, "stream-interval": STEP_TOKENS,
     }  # fmt: skip
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     async with running_fleet(settings(system, model, time_factor), folder / run_id, run_id, flags) as fleet:

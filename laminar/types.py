@@ -240,13 +240,19 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where an episode's time went; `started_at` in Unix seconds, the rest in seconds."""
+    """Where an episode's time went; `started_at` in Unix seconds, the rest in seconds.
+
+    Attributes:
+        phases: the first ones, for drawing: what went on, and from when to when, in seconds since the start. They stay with
+            who played the episode.
+    """
 
     started_at: float = 0.0
     generate_seconds: float = 0.0
     environment_seconds: float = 0.0
     reward_seconds: float = 0.0
     total_seconds: float = 0.0
+    phases: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from laminar.errors import ConfigError, RelayError
 from laminar.types import WeightVersion
 from relay.locks import FileLock
 from relay.manifest import CHUNK_BYTES, Layout, Manifest, load_layout
+from relay.pinning import pin_slots, unpin_slots
 from relay.probe import Probe
 from relay.reveal import reveal
 from relay.slots import Slot
@@ -69,6 +70,7 @@ class Publisher:
         self._chunk_bytes = chunk_bytes
         self._layout: Layout | None = None
         self._slots: list[Slot] = []
+        self._pinned: list[Slot] = []
         self._lock: FileLock | None = None
         if rank == 0:
             self._lock = store.hold(PUBLISHER)
@@ -88,6 +90,7 @@ class Publisher:
             raise RelayError("the layout of the weights is fixed at the first publish and cannot change")
         if self._layout is None:
             self._slots = self._store.prepare_slots(layout.file_bytes)
+            self._pinned = pin_slots(self._slots)
             self._layout = layout
 
     def publish(
@@ -134,6 +137,8 @@ class Publisher:
 
     def close(self) -> None:
         """Stop publishing; the versions stay."""
+        unpin_slots(self._pinned)
+        self._pinned = []
         for slot in self._slots:
             slot.close()
         self._slots = []

@@ -29,9 +29,7 @@ class Player:
         self._config, self._worker = config, worker
         self.tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         self._scorer = build_scorer(config.rewards)
-        self._agent = (
-            build_agent_player(config, self.tokenizer, self._scorer) if config.environment.kind == "agent" else None
-        )
+        self._agent = build_agent_player(config, self.tokenizer, self._scorer)
         self._make_environment = None if self._agent else build_environment_factory(config.environment)
 
     async def play(
@@ -68,6 +66,11 @@ class Player:
             worker=self._worker,
             journal=journal,
         )
+
+    async def close(self) -> None:
+        """Let go of what serves agents."""
+        if self._agent is not None:
+            await self._agent.close()
 
     def judge_of(self, group: ClaimedGroup) -> Judge | None:
         """What gives a group's good members their group rewards (`judge_siblings`); None if no reward compares them."""

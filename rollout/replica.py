@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ logger = logging.getLogger("laminar.rollout.replica")
 
 ABORT_SECONDS = 5.0
 HEALTH_SECONDS = 10.0
+MAX_PULLS = 8
+"""Updates between two reports that are drawn."""
 
 
 @dataclass(slots=True)
@@ -67,6 +70,7 @@ class Replica:
         self.last_swap_seconds = 0.0
         self.last_pull: tuple[float, int] | None = None
         """Seconds and bytes of the last update; None before the first."""
+        self._pulls: deque[tuple[float, float]] = deque(maxlen=MAX_PULLS)
         self.last_verdict: Verdict | None = None
         """On the weights that came with the last swap."""
         self.quarantine = Quarantine()
@@ -294,7 +298,7 @@ class Replica:
                     await self._set_version(version)
                     self.last_swap_seconds = time.monotonic() - started
                     verdict = await check_probe(client, path, version, self._config.probe_tolerance)
-                trial.end(accepted=verdict.is_accepted)
+                trial.end(accepted=verdict.is_accepted and verdict.check is Check.ALL)
             except (EngineError, DeadlineError) as error:
                 verdict = Verdict(version, Check.ANSWER, str(error))
             finally:
@@ -312,7 +316,9 @@ class Replica:
         await client.pause(mode)
         started = time.monotonic()
         await client.update_weights(path, version, flush_cache=mode == "retract")
-        self.last_pull = (time.monotonic() - started, (path / WEIGHTS_NAME).stat().st_size)
+        seconds, ended = time.monotonic() - started, time.time()
+        self.last_pull = (seconds, (path / WEIGHTS_NAME).stat().st_size)
+        self._pulls.append((ended - seconds, ended))
         verdict = await check_held(client, version)
         if verdict.is_accepted:
             self._trial.begin(version)
@@ -324,6 +330,12 @@ class Replica:
             self.version = version
             self._note_activity()
             self._changed.notify_all()
+
+    def take_pulls(self) -> list[tuple[float, float]]:
+        """Start and end, in Unix seconds, of the updates since the last call; the newest ones."""
+        pulls = list(self._pulls)
+        self._pulls.clear()
+        return pulls
 
     def say_idle(self, reason: str) -> None:
         """Why nothing is to be done when nothing is done: the name of that state."""

@@ -1,4 +1,4 @@
-"""Hands in a group's trajectories: each as soon as it ends, or, where a reward compares siblings, all good ones together.
+"""Hands in a group's trajectories: each as it ends, or, where a reward compares siblings, all good ones together.
 
 With such a reward a member that has ended waits for those still being played. Failures are handed in at once, so that the
 data module can have a member played again, or let the group go. When none is left to wait for, the siblings are judged and

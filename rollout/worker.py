@@ -39,6 +39,7 @@ from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import Puller, open_puller
 from rollout.engines.wire import EngineLoad
 from rollout.environments.factory import is_resumable
+from rollout.episode_trace import EpisodeTrace
 from rollout.evaluation import EvaluationResult, evaluate
 from rollout.guest_door import GuestDoor
 from rollout.harbour import Harbour
@@ -77,6 +78,7 @@ class RolloutWorker:
         self._stopping = asyncio.Event()
         self._left = asyncio.Event()
         self._counts = WorkerCounts(self._rollout)
+        self._trace = EpisodeTrace(config.metrics.trajectory_rate if config.metrics.trace else 0.0)
         self._limit = InFlightLimit(self._rollout.max_in_flight_groups, adapts=self._rollout.adapt_in_flight)
 
     async def start(self) -> None:
@@ -173,6 +175,7 @@ class RolloutWorker:
         with contextlib.suppress(ExperienceError):
             await self._pool.give_back(self._context.role, list(self._held))
         await self._harbour.close()
+        await self._player.close()
         await self._replica.kill()
         if self._log:
             self._log.write()
@@ -219,7 +222,7 @@ class RolloutWorker:
         """Play one member and submit the outcome; a failed one is played again as long as the data module says so."""
         try:
             for replay in itertools.count():
-                played = await self._try_member(group, member, replay, left if not replay else None)
+                played = self._trace.add(await self._try_member(group, member, replay, left if not replay else None))
                 if played.failure is not None:
                     self._counts.end(played)
                 trajectory, outcome = await siblings.hand_in(played)
@@ -320,7 +323,8 @@ class RolloutWorker:
             self._limit.adapt(load, self._num_here)
             states, spans = self._replica.clock.take()
             metrics = self._measure(load) | self._counts.split_generating(states, load)
-            await self._telemetry.emit("worker", metrics, fields={"spans": spans})
+            drawn = {"spans": spans, "episodes": self._trace.take(), "pulls": self._replica.take_pulls()}
+            await self._telemetry.emit("worker", metrics, fields={name: values for name, values in drawn.items() if values})
             if alarm := self._counts.alarm():
                 await self._tell(alarm)
             await asyncio.sleep(REPORT_SECONDS)

@@ -23,8 +23,8 @@ def score_probe(engine: TrainerEngine) -> Probe | None:
         None if a log-prob is not finite, which is logged: there is nothing to compare with then.
     """
     token_ids = probe_tokens(engine.model.config.vocab_size)
-    batch = pack_rows([_row(token_ids)], share_prompts=engine.share_prompts, device=engine.ranks.device)
-    (logprobs_T,) = unpack_rows(engine.score(batch), [_row(token_ids)], share_prompts=engine.share_prompts)
+    batch = pack_rows([probe_row(token_ids)], share_prompts=engine.share_prompts, device=engine.ranks.device)
+    (logprobs_T,) = unpack_rows(engine.score(batch), [probe_row(token_ids)], share_prompts=engine.share_prompts)
     try:
         return Probe(token_ids, tuple(logprobs_T[1:].tolist()))
     except RelayError as error:
@@ -32,7 +32,8 @@ def score_probe(engine: TrainerEngine) -> Probe | None:
         return None
 
 
-def _row(token_ids: tuple[int, ...]) -> Row:
+def probe_row(token_ids: tuple[int, ...]) -> Row:
+    """The probe's tokens as a row whose tokens, but for the first, are all scored."""
     num_tokens = len(token_ids)
     return Row(
         shape=RowShape("probe", prompt=0, prompt_tokens=1, response_tokens=num_tokens - 1),

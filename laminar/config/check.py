@@ -7,6 +7,7 @@ tell (memory, ports, GPUs) is found out at start.
 import os
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from laminar.config.check_algorithm import algorithm_faults
 from laminar.config.check_plugins import algorithm_options, needs_exact_logprobs, plugin_faults
@@ -38,6 +39,7 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
         _sampling_faults,
         _evaluation_faults,
         _engine_faults,
+        _relay_faults,
         source_faults,
         plugin_faults,
         algorithm_faults,
@@ -112,6 +114,24 @@ def _sampling_faults(config: LaminarConfig) -> Iterator[str]:
         yield f"`rollout.sampling.top_p` is {sampling.top_p}: {reason}; set it to 1"
     if sampling.top_k != -1:
         yield f"`rollout.sampling.top_k` is {sampling.top_k}: {reason}; set it to -1"
+
+
+def _relay_faults(config: LaminarConfig) -> Iterator[str]:
+    relay = config.relay
+    if relay.num_gpus and relay.transport != "collective":
+        yield (
+            f"`relay.num_gpus` is {relay.num_gpus:g}, but transport `{relay.transport}` uses no GPU; set it to 0, or "
+            '`relay.transport` to "collective"'
+        )
+    is_shared = 0 < relay.num_gpus < 1 and (config.rollout.engine.num_gpus > 0 or config.trainer.num_gpus_per_rank > 0)
+    if is_shared and not relay.shares_gpu_by_mps:
+        yield (
+            f"`relay.num_gpus` is {relay.num_gpus:g}: NCCL would share a GPU with an engine or a trainer. Kernels of two "
+            "processes do not run at once without MPS, and a waiting NCCL kernel takes the other's time; set it to 1, to 0 "
+            "(gloo), or start MPS and set `relay.shares_gpu_by_mps`"
+        )
+    if relay.transport == "mooncake" and find_spec("mooncake") is None:
+        yield '`relay.transport` is "mooncake", which is not installed: `pip install laminar-rl[mooncake]`'
 
 
 def _evaluation_faults(config: LaminarConfig) -> Iterator[str]:

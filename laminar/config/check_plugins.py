@@ -4,6 +4,9 @@ The tables are named by import string: this floor imports none of the packages a
 without importing torch; a user's own module is imported.
 """
 
+import importlib.util
+import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,6 +35,7 @@ def plugin_faults(config: LaminarConfig) -> Iterator[str]:
     yield from _fault_in(import_path, config.rollout.engine.kind, ENGINES, "rollout.engine.kind")
     yield from _fault_in(import_path, config.relay.transport, load_attribute(TRANSPORTS), "relay.transport")
     yield from _reward_faults(config)
+    yield from _sink_faults(config)
 
 
 def algorithm_options(config: LaminarConfig) -> Section | None:
@@ -65,6 +69,19 @@ def _fault_in(find: Any, kind: str, table: Mapping[str, str], where: str) -> Ite
         find(kind, table, where)
     except ConfigError as error:
         yield str(error)
+
+
+def _sink_faults(config: LaminarConfig) -> Iterator[str]:
+    for name, wanted in (("tensorboard", config.metrics.tensorboard), ("wandb", config.metrics.wandb != "off")):
+        if wanted and importlib.util.find_spec(name) is None:
+            yield f"`metrics.{name}` is on, but the package {name} is not installed: `pip install {name}`, or switch it off"
+    try:
+        program = (shlex.split(config.alerts.command) or [""])[0]
+    except ValueError as error:
+        yield f"`alerts.command` cannot be split into words ({error}); mend its quotes"
+        return
+    if program and shutil.which(program) is None:
+        yield f"`alerts.command` names {program!r}, which is no program here; give its path"
 
 
 def _reward_faults(config: LaminarConfig) -> Iterator[str]:

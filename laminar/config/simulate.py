@@ -36,9 +36,11 @@ class SimulateConfig(Section):
     """Context that one replica computes in a second."""
     overhead_milliseconds: float = Field(13.0, ge=0)
     """What the engine's host adds to each decode step; nothing is added to an emulated engine."""
+    request_overhead_microseconds: float = Field(40.0, ge=0)
+    """The same, for every running request."""
     train_flops: float = Field(260e12, gt=0)
     """Operations a second that one trainer GPU gets out of training, at 6 a parameter and token."""
-    mini_batch_seconds: float = Field(3.5, ge=0)
+    mini_batch_seconds: float = Field(3.0, ge=0)
     """What an optimizer update costs besides its tokens."""
     load_bytes_per_second: float = Field(117e9, gt=0)
     """At which a replica takes new weights from its machine's memory."""

@@ -1,4 +1,4 @@
-"""The trainer of the asynchronous systems: takes legal batches, trains, publishes (`trainer.sampling`, `trainer.loop`)."""
+"""The trainer of the asynchronous systems: takes legal batches, trains, publishes; as `trainer.loop` does."""
 
 from collections.abc import Generator
 

@@ -74,7 +74,7 @@ class SimulatedBuffer:
     def submit(self, request: Request, now: float) -> bool:
         """A trajectory has ended; returns whether its group is complete now."""
         group = request.group
-        request.ended_at = now
+        request.ended_at, request.published_at_end = now, self.published
         group.num_open -= 1
         if group.num_open or group.is_gone:
             return group.num_open == 0

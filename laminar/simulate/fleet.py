@@ -6,7 +6,6 @@ replicas drain than before.
 
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 
 from simpy import Environment, Event
 
@@ -74,9 +73,11 @@ class Fleet:
         transfers, engine = self.cluster.transfers, self.cluster.engine
         for worker in self.workers:
             machine = worker.number * engine.num_gpus // transfers.gpus_per_machine
-            timer = self.env.timeout(transfers.arrival_seconds(machine))
-            assert timer.callbacks is not None
-            timer.callbacks.append(partial(_arrive, worker, version))
+            self.env.process(self._deliver(worker, version, transfers.arrival_seconds(machine)))
+
+    def _deliver(self, worker: SimulatedWorker, version: int, seconds: float) -> Generator[Event, None, None]:
+        yield self.env.timeout(seconds)
+        worker.arrive(version)
 
     def broadcast(self, version: int) -> Generator[Event, None, None]:
         """Everybody stands still for a global broadcast; what runs is computed anew under the new weights."""
@@ -171,7 +172,3 @@ class Fleet:
             request.uncached = request.context
             host.groups.add(request.group)
             host.begin([request])
-
-
-def _arrive(worker: SimulatedWorker, version: int, _: Event) -> None:
-    worker.arrive(version)

@@ -16,11 +16,11 @@ from laminar.simulate.workload import Workload
 
 TRAIN_FLOPS = 260e12
 """Fitted: arithmetic a GPU gets out of training, at 6 operations a parameter and token."""
-MINI_BATCH_SECONDS = 3.5
+MINI_BATCH_SECONDS = 3.0
 """Fitted: what an optimizer update costs besides its tokens: collectives, optimizer, uneven ranks."""
 OVERHEAD_SECONDS = 13e-3
 """Fitted: what the host adds to each decode step."""
-REQUEST_OVERHEAD_SECONDS = 0.0
+REQUEST_OVERHEAD_SECONDS = 40e-6
 """Fitted: the same, for every running request."""
 CACHE_SHARE = 0.65
 """Fitted (figure 9): share of a GPU's memory for weights and cache together."""
@@ -44,8 +44,11 @@ MAX_CONCURRENCY = 1024
 GPU_BYTES = 80e9
 PEAK_FLOPS, MEMORY_BYTES_PER_SECOND = 989e12, 3.35e12
 PREFILL_EFFICIENCY = 0.5
-AREAL_STALENESS = 1
-AREAL_SYNCS_PER_STEP = 1
+AREAL_STALENESS, AREAL_SYNCS_PER_STEP = 4, 4
+"""Fitted: how far AReaL runs ahead, and its global broadcasts in a step."""
+SHARES_IN_FLIGHT = 2
+"""Fitted: a replica of ours plays so many times its share of a batch at once, for a group keeps its place until its longest
+member has ended."""
 KV_HIGH, KV_LIMIT, HEADROOM_TOKENS = 0.8, 0.95, 512
 
 Model = Literal["7B", "32B", "72B"]
@@ -144,8 +147,8 @@ def paper_cluster(model: Model, train_gpus: int, rollout_gpus: int, failures: tu
 
 
 def paper_system(kind: Kind, num_replicas: int, *, repack: bool = True) -> System:
-    """The system with the paper's settings: ours unbounded, as there; a replica plays its share of one batch at once."""
-    share = max(1, min(MAX_CONCURRENCY // GROUP_SIZE, PROMPTS_PER_STEP // num_replicas))
+    """The system with the paper's settings; ours is unbounded, as there."""
+    in_flight = max(1, min(MAX_CONCURRENCY // GROUP_SIZE, SHARES_IN_FLIGHT * PROMPTS_PER_STEP // num_replicas))
     if kind == "partial":
         return System(
             kind="partial",
@@ -159,7 +162,7 @@ def paper_system(kind: Kind, num_replicas: int, *, repack: bool = True) -> Syste
     return System(
         kind=kind,
         max_staleness=None,
-        max_in_flight_groups=share,
+        max_in_flight_groups=in_flight,
         max_hold_seconds=1e9,
         repack=Repack(limits) if repack and kind == "laminar" else None,
     )

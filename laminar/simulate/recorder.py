@@ -27,6 +27,7 @@ class Outcome:
         generated_tokens_per_second: sampled by all replicas.
         staleness: share of trained trajectories by version trained on minus oldest version that sampled them.
         mean_staleness: of the same.
+        staleness_at_end: share of them by version published when they ended minus oldest version: gained in flight.
         trainer_idle_share: of the time, in which the trainer waited for a batch or for a broadcast.
         rollout_idle_share: of the replicas' time, in which nothing ran.
         kv_use: mean share of the replicas' caches in use.
@@ -49,6 +50,7 @@ class Outcome:
     generated_tokens_per_second: float
     staleness: dict[int, float]
     mean_staleness: float
+    staleness_at_end: dict[int, float]
     trainer_idle_share: float
     rollout_idle_share: float
     kv_use: float
@@ -103,6 +105,7 @@ class Recorder:
         self._ends: list[float] = []
         self._tokens = self._sampled = self._masked = self._idle = 0.0
         self._staleness: Counter[int] = Counter()
+        self._at_end: Counter[int] = Counter()
         self._latencies: list[float] = []
         self.curve: list[tuple[float, float]] = []
 
@@ -123,6 +126,7 @@ class Recorder:
         for request in requests:
             masked = request.over_age_tokens(oldest_trained)
             self._staleness[trained_on - max(request.oldest, oldest_trained)] += 1
+            self._at_end[request.published_at_end - request.oldest] += 1
             self._latencies.append(request.ended_at - request.started_at)
             self._tokens += request.context
             self._sampled += request.sampled
@@ -159,6 +163,7 @@ class Recorder:
             generated_tokens_per_second=generated / seconds,
             staleness={k: n / num_trained for k, n in sorted(self._staleness.items())},
             mean_staleness=sum(k * n for k, n in self._staleness.items()) / max(num_trained, 1),
+            staleness_at_end={k: n / num_trained for k, n in sorted(self._at_end.items())},
             trainer_idle_share=min(1.0, self._idle / seconds),
             rollout_idle_share=max(0.0, 1 - (end.busy - begun.busy) / replicas),
             kv_use=(end.kv - begun.kv) / replicas,

@@ -19,6 +19,7 @@ class Request:
         spans: (version, sampled tokens before it), of every version that sampled some.
         started_at: when it was begun, in seconds.
         ended_at: when it ended.
+        published_at_end: the version that was published then.
         end_step: of its engine, at which its turn ends; only while it is decoded.
     """
 
@@ -32,6 +33,7 @@ class Request:
     spans: list[tuple[int, float]] = field(default_factory=list)
     started_at: float = 0.0
     ended_at: float = 0.0
+    published_at_end: int = 0
     end_step: float = 0.0
 
     @property

@@ -18,7 +18,7 @@ from laminar.simulate.system import System
 from laminar.simulate.workload import Draws, Workload
 from laminar.types import WeightVersion
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 0.5
 """Least time between two adaptations of the in-flight limit."""
 
 

@@ -6,7 +6,7 @@ counts it.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -25,10 +25,12 @@ class Event:
 
     Attributes:
         role: who says so (`trainer-0`, `rollout-1`, `supervisor`).
-        kind: `step`, `worker`, `relay`, `evaluation` or `notice`.
+        kind: `step`, `worker`, `clock`, `relay`, `repack`, `waiting`, `restored`, `evaluation`, `control`, `notice`,
+            `alert`, `retired` or `begin`.
         time: Unix seconds.
         metrics: declared names to values.
         fields: anything else (texts, histograms), JSON-like.
+        event_id: its place in the stream, `MILLISECONDS-NUMBER`, rising over all lives; empty until it is read there.
     """
 
     role: str
@@ -36,6 +38,13 @@ class Event:
     time: float
     metrics: dict[str, float]
     fields: dict[str, Any]
+    event_id: str = ""
+
+
+def order_of(event_id: str) -> tuple[int, int]:
+    """An event id as numbers that can be compared; that of no event comes first."""
+    milliseconds, _, number = event_id.partition("-")
+    return int(milliseconds or 0), int(number or 0)
 
 
 def stream_key(run_id: str) -> str:
@@ -69,9 +78,11 @@ class TelemetryReader:
     def __init__(self, client: "redis.asyncio.Redis", run_id: str) -> None:
         self._client, self._key, self._cursor = client, stream_key(run_id), "0-0"
 
-    async def forget(self) -> None:
-        """Delete the stream; the next events are the first."""
+    async def begin(self, after: tuple[int, int]) -> None:
+        """Empty the stream; whatever the clock says, ids of its events come after this one, as `order_of` gives it."""
         await self._client.delete(self._key)
+        first = msgspec.msgpack.encode(Event("supervisor", "begin", time.time(), {}, {}))
+        await self._client.xadd(self._key, {b"e": first}, id=f"{after[0]}-{after[1] + 1}")
         self._cursor = "0-0"
 
     async def read(self, max_events: int = 1000) -> list[Event]:
@@ -84,5 +95,6 @@ class TelemetryReader:
         for _stream, entries in answer.items() if isinstance(answer, dict) else answer:
             for identity, body in entries:
                 self._cursor = identity
-                events.append(msgspec.msgpack.decode(body[b"e"], type=Event))
+                event = msgspec.msgpack.decode(body[b"e"], type=Event)
+                events.append(replace(event, event_id=identity.decode()))
         return events

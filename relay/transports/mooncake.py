@@ -47,8 +47,8 @@ class MooncakeTransport:
     """
 
     def __init__(self, host: str) -> None:
-        self._heads = ZmqTransport(host)
         self._engine = _open_engine(host)
+        self._heads = ZmqTransport(host)
         self._name = f"{host}:{self._engine.get_rpc_port()}"
 
     async def start(self) -> str:
@@ -213,6 +213,7 @@ def _open_engine(host: str) -> Any:
     """An engine that is reached by its own address, without a metadata server."""
     os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(STEP_SECONDS))
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOG_minloglevel", "2")  # errors only
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:

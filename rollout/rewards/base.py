@@ -3,8 +3,8 @@
 A reward is one of
 - a class with `score(context) -> float`; `async def` is awaited, a plain `def` runs in a thread under the term's timeout;
 - a class with `async score_batch(contexts) -> Sequence[float]`, one number for each context, in their order;
-- a class with `async score_group(contexts) -> Sequence[float]`, called once with all siblings of a group when the last
-  of them has ended, those without failed ones; it may look at the terms that they have by then;
+- a class with `async score_group(contexts) -> Sequence[float]`, called once with all siblings of a group that have a reward,
+  when the last has ended; it may look at the terms that they have by then;
 - a function `reward(prompt, completion) -> float`, plain or `async`.
 A class may have a nested `Options(Section)` (then it is built with one) and `check_prompt(prompt) -> str | None`, which says
 at start what is wrong with a prompt. Raising, hanging, or returning anything but one finite number is a failure, never 0.

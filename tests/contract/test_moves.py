@@ -110,6 +110,10 @@ class Node:
         return len(self.replica.berths.occupants)
 
     @property
+    def num_asked(self):
+        return len(self.servers[0].engine.book.waiting) + len(self.servers[0].engine.book.running)
+
+    @property
     def sampled(self):
         return sum(server.engine.generated_tokens for server in self.servers)
 
@@ -222,6 +226,23 @@ async def test_moving_back_and_forth_and_again_to_where_it_is_changes_nothing(ma
         await task
     assert (answer.ids, answer.logprobs) == expected(a.versions)
     assert a.sampled + b.sampled + c.sampled == ANSWER_TOKENS
+
+
+async def test_moves_before_the_first_token_are_no_aborts_to_the_episode(make_nodes):
+    """It would take seven in a row for an engine that fails."""
+    a, b = await make_nodes("a", "b")
+    answer = Answer()
+    for node in (a, b):
+        await node.servers[0].loop.call(lambda book: book.pause("in_place"))
+    async with playing(a, answer) as (seat, task):
+        for target in (b, a) * 4:
+            await until(lambda: a.num_asked + b.num_asked == 1, "one request")
+            assert await seat.move(target.harbour.url)
+        for node in (a, b):
+            await node.servers[0].loop.call(lambda book: book.resume())
+        assert await task is FinishReason.STOP
+    assert answer.num_requests == 1
+    assert (answer.ids, answer.logprobs) == expected(a.versions)
 
 
 async def test_two_moves_at_once_leave_one_owner(make_nodes):
@@ -547,7 +568,7 @@ async def test_a_stranger_without_the_runs_token_gets_no_seat_and_no_obedience(m
 
 
 async def test_who_is_silent_is_not_in_the_directory(redis_client, run_id):
-    directory = ReplicaDirectory(redis_client, run_id, ttl_seconds=0.05)
+    directory = ReplicaDirectory(redis_client, run_id, ttl_seconds=0.4)
     await directory.beat(ReplicaEntry("a", "http://a", "0.0", "0.0", False, 0, 1, 0, 0, 0, 0))
     assert [entry.replica for entry in await directory.entries()] == ["a"]
     async with asyncio.timeout(20):

@@ -122,6 +122,9 @@ class Player:
     def judge_of(self, group):
         return self.judge
 
+    async def close(self):
+        return None
+
     async def play(self, engine, group, member, attempt, purpose, journal=None):
         return await play_episode(
             group=group,

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -40,13 +41,14 @@ class Terminal:
         name = os.ttyname(slave)
         script = f"exec <{name} >{name} 2>&1; {shlex.join(command)}; sleep 1000"  # a leader that opens a terminal owns it
         self.shell = subprocess.Popen(["bash", "-c", script], start_new_session=True, cwd=ROOT)
-        self._slave = slave
+        self._slave, self._text = slave, ""
 
     def read_until(self, pattern, seconds=90):
-        text, deadline = "", time.monotonic() + seconds
-        while not (found := re.search(pattern, text)):
-            assert time.monotonic() < deadline, text
-            text += os.read(self.master, 4096).decode(errors="replace")
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self._text)):
+            assert time.monotonic() < deadline, self._text
+            if select.select([self.master], [], [], 0.1)[0]:
+                self._text += os.read(self.master, 4096).decode(errors="replace")
         return found
 
     def destroy(self):
@@ -88,7 +90,7 @@ def test_a_detached_run_goes_on_without_its_terminal_until_it_is_told_to_stop(te
     (path,) = tmp_path.iterdir()
     folder = RunFolder(path)
     terminal.read_until(re.escape(f"laminar stop {path}"))
-    wait_for_step(folder, 2)
+    wait_for_step(folder, 2, seconds=300)
     terminal.destroy()
     seen = last_step(folder)
     wait_for_step(folder, seen + 5)

@@ -172,7 +172,7 @@ class Slots:
     """Mapped slots of a store by their inode: slots are rewritten in place, so each is mapped (and pinned) once."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, Any] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
 
     def tensors(self, path: Path, *, pinned: bool) -> dict[str, torch.Tensor]:
         """Views of a weights file's tensors; the caller's lease keeps the bytes as they are.
@@ -183,7 +183,8 @@ class Slots:
         status = path.stat()
         storage = self._storages.get(status.st_ino)
         if storage is None:
-            storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=status.st_size)
+            mapped: Any = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=status.st_size)
+            storage = mapped
             if pinned:
                 code = torch.cuda.cudart().cudaHostRegister(storage.data_ptr(), status.st_size, 0)
                 if int(code) != 0:
