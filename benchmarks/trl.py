@@ -14,6 +14,7 @@ Value: trained trajectories/s, ours over the better of the two, with tails. Bar:
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -46,6 +47,10 @@ TASKS = {
     "smollm2": Task("smollm2", max_new_tokens=6, **SMOLLM2),  # type: ignore[arg-type]
     "smollm2_tails": Task("smollm2_tails", max_new_tokens=64, has_tails=True, **SMOLLM2),  # type: ignore[arg-type]
 }
+
+
+class SideError(Exception):
+    """A side told nothing that could be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,8 @@ def run_trl(arm: Arm, python: str, side: str) -> dict[str, Any]:
     ages = [
         (line["sample/staleness_mean"], line["sample/staleness_max"]) for line in lines if "sample/staleness_max" in line
     ]
+    if len(steps) < 2:
+        raise SideError(f"{module} ended without a step")
     seen = Seen(side, begun, steps[0][1], steps[1:], *(merge_ages(ages) if ages else (0.0, 0)))
     return report(arm.task, arm.seed, seen, read_jsonl(arm.notes))
 
@@ -186,21 +193,24 @@ def run_process(command: Sequence[str], arm: Arm, variables: dict[str, str]) -> 
     """Run one side to its end; its output goes to a file.
 
     Raises:
-        RuntimeError: it failed; carries its last words.
+        SideError: it failed, or was not done in time; carries its last words.
     """
     output = arm.folder / "output.txt"
     with output.open("w") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=file, stderr=file, env={**os.environ, **variables}, start_new_session=True
         )
+    code: int | None = None
     try:
-        code = process.wait(arm.seconds + STOP_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(arm.seconds + STOP_SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if code != 0:
-        raise RuntimeError(f"{command[2]} ended with {code}: {output.read_text()[-2000:]}")
+        end = "was not done in time" if code is None else f"ended with {code}"
+        raise SideError(f"{command[2]} {end}: {output.read_text()[-1000:]}")
 
 
 def main() -> None:
@@ -222,7 +232,10 @@ def main() -> None:
             for side in sides if (place + seed) % 2 == 0 else sides[::-1]:
                 with tempfile.TemporaryDirectory(prefix="laminar-trl-") as folder:
                     arm = Arm(TASKS[name], seed, arguments.seconds or usual, Path(folder))
-                    arms.append(run_ours(arm) if side == "ours" else run_trl(arm, arguments.python, side))
+                    try:
+                        arms.append(run_ours(arm) if side == "ours" else run_trl(arm, arguments.python, side))
+                    except SideError as error:
+                        arms.append({"side": side, "task": name, "seed": seed, "failed": str(error)})
                 print(json.dumps(arms[-1]), flush=True)
     print(json.dumps(compare(arms)))
 

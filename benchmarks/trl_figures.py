@@ -91,10 +91,14 @@ def reached(notes: Sequence[dict[str, Any]], target: float, window: int) -> tupl
 
 
 def compare(arms: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last line: ratios of medians by task and side, and whether ours is ahead of each with tails, in both respects."""
+    """The last line: ratios of medians by task and side, and whether ours is ahead of each with tails, in both respects.
+
+    A side that failed or was not done in time has no figures; then nothing holds.
+    """
     ratios: dict[str, dict[str, Any]] = {}
+    failures = [arm for arm in arms if "failed" in arm]
     for task in dict.fromkeys(arm["task"] for arm in arms):
-        found = [arm for arm in arms if arm["task"] == task]
+        found = [arm for arm in arms if arm["task"] == task and "failed" not in arm]
         sides = list(dict.fromkeys(arm["side"] for arm in found))
         speed, delay = (
             {side: _median(found, side, name) for side in sides} for name in ("trained_per_second", "seconds_to_reward")
@@ -109,9 +113,13 @@ def compare(arms: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "name": "trl", "value": min((ratio["trained_per_second"] for ratio in tails), default=None), "bar": 1.0,
         "unit": "trained trajectories/s, ours over the better TRL, 135M model, long tails",
-        "holds": bool(tails) and all(r["trained_per_second"] > 1 and r["reached_first"] == "ours" for r in tails),
-        "ratios": ratios, "target": TARGET, "cores": os.cpu_count(), "load": os.getloadavg()[0], "arms": list(arms),
+        "holds": bool(tails) and not failures and all(map(_is_ahead, tails)), "ratios": ratios, "failures": len(failures),
+        "target": TARGET, "cores": os.cpu_count(), "load": os.getloadavg()[0], "arms": list(arms),
     }  # fmt: skip
+
+
+def _is_ahead(ratio: dict[str, Any]) -> bool:
+    return ratio["trained_per_second"] > 1 and ratio["reached_first"] == "ours"
 
 
 def first_of(one: str, one_seconds: float, other: str, other_seconds: float) -> str:

@@ -22,7 +22,7 @@ def last_line(*arguments, seconds):
 
 
 def test_the_systems_that_are_compared_are_as_stale_as_their_names_say():
-    arms = last_line("benchmarks.systems", "--quick", "--time-factor=60", "--only=synchronous,one_step,ours_k1", seconds=400)
+    arms = last_line("benchmarks.systems", "--quick", "--time-factor=20", "--only=synchronous,one_step,ours_k1", seconds=400)
     by_name = {arm["system"]: arm for arm in arms}
     assert by_name["synchronous"]["staleness_shares"] == {"0": 1.0}
     assert by_name["one_step"]["staleness_shares"] == {"1": 1.0}

@@ -123,6 +123,9 @@ def test_ours_is_ahead_only_if_faster_and_there_first():
     never = compare_sides([arm("trl", 2.0, None), arm("ours", 5.0, None)])
     assert (never["ratios"]["smollm2_tails/trl"]["reached_first"], never["holds"]) == ("nobody", False)
     assert compare_sides([arm("trl", 2.0, 60.0)])["holds"] is False
+    failed = {"side": "trl_async", "task": "smollm2_tails", "failed": "was not done in time"}
+    beside = compare_sides([arm("trl", 2.0, 60.0), arm("ours", 5.0, 30.0), failed])
+    assert (beside["value"], beside["failures"], beside["holds"]) == (2.5, 1, False)
 
 
 def test_long_tails_replace_an_exact_share_of_the_rows_and_say_so():
