@@ -3,16 +3,22 @@
 Order: first the number (it frees the slots of the step's groups), then the weights. An engine can therefore never hold a
 number that the data module does not know. A version that finds every slot leased is offered again until it is complete or
 superseded.
+
+Only rank 0 writes. Under ZeRO 3 no rank has whole weights: whoever takes the tensors makes all ranks gather them, bucket by
+bucket (`trainer.gathering`), so the memory that a publish needs beside the slot is one bucket on each rank.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from laminar.types import WeightVersion
+from relay.manifest import load_layout
 from relay.publisher import Publisher
 
 logger = logging.getLogger("laminar.trainer.publishing")
@@ -27,11 +33,29 @@ class Published:
     skipped: bool
 
 
-class WeightPublisher:
-    """Offers the trainer's newest weights to the relay of its machine."""
+class Weights(Protocol):
+    """The trainer's weights, as `TrainerEngine` gives them."""
 
-    def __init__(self, publisher: Publisher, state_tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        self._publisher, self._state_tensors = publisher, state_tensors
+    def state_tensors(self) -> Generator[tuple[str, Tensor]]:
+        """The whole weights by name; each is to be read before the next is asked for."""
+        ...
+
+    def state_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without data."""
+        ...
+
+
+class WeightPublisher:
+    """Offers the trainer's newest weights to the relay of its machine.
+
+    Args:
+        publisher: of the machine's store.
+        weights: what is published.
+    """
+
+    def __init__(self, publisher: Publisher, weights: Weights) -> None:
+        self._publisher, self._weights = publisher, weights
+        self._is_prepared = False
         self._unpublished: WeightVersion | None = None
         self.skipped_publishes = 0
 
@@ -43,7 +67,11 @@ class WeightPublisher:
     def publish(self, version: WeightVersion) -> Published:
         """Copy the current weights into a free slot; blocking, called between optimizer steps by one thread."""
         started = time.monotonic()
-        report = self._publisher.publish(version, self._state_tensors())
+        if not self._is_prepared:
+            self._publisher.prepare(load_layout(self._weights.state_shapes()))
+            self._is_prepared = True
+        with contextlib.closing(self._weights.state_tensors()) as tensors:  # whatever fails, no other rank waits
+            report = self._publisher.publish(version, tensors)
         self._unpublished = version if report.skipped else None
         if report.skipped:
             self.skipped_publishes += 1

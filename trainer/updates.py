@@ -98,7 +98,7 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     engine, totals, started = work.engine, work.totals, time.perf_counter()
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=engine.ranks.device)
     undefined, value_loss_sum = "", 0.0
-    micro_batches = plan.ranks[engine.ranks.rank]
+    micro_batches = plan.ranks[engine.ranks.share]
     totals.micro_batches += len(micro_batches)
     for number, indices in enumerate(micro_batches, start=1):
         own = [work.rows[index] for index in indices]
@@ -118,7 +118,7 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
             spoilt = math.nan if problem else 1.0  # a skipped update leaves the critic as it was, too
             weight = spoilt / plan.num_tokens
             value_loss_sum += _teach_critic(engine.critic, work.algorithm, batch, weight, is_last=is_last)
-    *reduced, value_loss_sum = engine.ranks.sum([*sums.tolist(), value_loss_sum])
+    *reduced, value_loss_sum = engine.ranks.sum_shares([*sums.tolist(), value_loss_sum])
     computed = time.perf_counter()
     update = engine.update(work.rate)
     critic_update = engine.critic.update(work.rate) if engine.critic is not None else None
@@ -194,7 +194,7 @@ def _measure(mismatch: Mismatch, batch: PackedRows, logprobs_BT: Tensor, *, trai
 
 
 def _why(engine: TrainerEngine, update: Update, undefined: str) -> str:
-    texts = [text for text in engine.ranks.gather_texts(undefined) if text]
+    texts = dict.fromkeys(text for text in engine.ranks.gather_texts(undefined) if text)
     if texts:
         return ", ".join(texts)
     return f"the gradient norm is {update.grad_norm}"

@@ -70,6 +70,8 @@ class TrainerRank:
         await self._in_thread(self._session.replay, self._say_replayed)
         if self._rank == 0:
             await self._open_lineage()
+        else:  # from here on: rank 0 may need all ranks for its first publish
+            self._following = asyncio.create_task(self._in_thread(self._session.follow, self._clock.enter))
 
     async def run(self) -> dict[str, Any]:
         """Train to the end, or follow rank 0 there; returns its closing words."""
@@ -83,7 +85,7 @@ class TrainerRank:
 
     async def _work(self) -> dict[str, Any]:
         if self._rank != 0:
-            await self._in_thread(self._session.follow, self._clock.enter)
+            await self._following
             return {}
         if self._stop_asked:
             self._loop.stop()
@@ -155,7 +157,7 @@ class TrainerRank:
         """Publish the weights under a new lineage, let the data module go on from their number, make the loop."""
         session, buffer, telemetry = self._session, self._buffer, self._telemetry
         weights = open_store(self._config, self._context.run_id, self._context.node_id)
-        publisher = WeightPublisher(Publisher(weights, Path(self._config.model.path)), session.state_tensors)
+        publisher = WeightPublisher(Publisher(weights, Path(self._config.model.path)), session)
         authority = Authority(buffer, publisher, weights.newest, telemetry, self._thread, session.progress, session.frontier)
         await authority.open(len(session.replayed))
         self._loop = TrainingLoop(self._config, session, publisher, buffer, telemetry, authority, self._thread, self._clock)
