@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from laminar.config.root import LaminarConfig
-from laminar.policies.repack import request_bound
+from laminar.policies.repack import expected_remaining, request_bound
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +38,8 @@ class Occupant:
 
     @property
     def expected_tokens(self) -> int:
-        """How many it is expected to sample still: as many as it has, for its length is long-tailed, within its budget."""
-        return min(self.budget_tokens, max(self.sampled_tokens, 1))
+        """How many it is expected to sample still."""
+        return expected_remaining(self.sampled_tokens, self.budget_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ bucket (`trainer.gathering`), so the memory that a publish needs beside the slot
 import contextlib
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from laminar.types import WeightVersion
 from relay.manifest import load_layout
+from relay.probe import Probe
 from relay.publisher import Publisher
 
 logger = logging.getLogger("laminar.trainer.publishing")
@@ -51,10 +52,11 @@ class WeightPublisher:
     Args:
         publisher: of the machine's store.
         weights: what is published.
+        probe: gives what these weights make of fixed tokens (`relay.probe`).
     """
 
-    def __init__(self, publisher: Publisher, weights: Weights) -> None:
-        self._publisher, self._weights = publisher, weights
+    def __init__(self, publisher: Publisher, weights: Weights, probe: Callable[[], Probe | None] = lambda: None) -> None:
+        self._publisher, self._weights, self._probe = publisher, weights, probe
         self._is_prepared = False
         self._unpublished: WeightVersion | None = None
         self.skipped_publishes = 0
@@ -71,7 +73,7 @@ class WeightPublisher:
             self._publisher.prepare(load_layout(self._weights.state_shapes()))
             self._is_prepared = True
         with contextlib.closing(self._weights.state_tensors()) as tensors:  # whatever fails, no other rank waits
-            report = self._publisher.publish(version, tensors)
+            report = self._publisher.publish(version, tensors, self._probe())
         self._unpublished = version if report.skipped else None
         if report.skipped:
             self.skipped_publishes += 1

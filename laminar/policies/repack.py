@@ -83,6 +83,16 @@ def request_bound(flops_per_byte: float, bytes_per_parameter: float) -> int:
     return max(1, int(flops_per_byte * bytes_per_parameter / 2))
 
 
+def expected_remaining(sampled_tokens: int, budget_tokens: int) -> int:
+    """How many tokens a trajectory is expected to sample still: as many as it has, for its length is long-tailed.
+
+    Args:
+        sampled_tokens: so far.
+        budget_tokens: the most that it may still sample.
+    """
+    return min(budget_tokens, max(sampled_tokens, 1))
+
+
 def latch_idle(latched: Mapping[str, int], loads: Iterable[ReplicaLoad], kv_high: float) -> dict[str, int]:
     """Which replicas are idle: nothing waits and use fell below `kv_high`; they stay so until new work is admitted.
 

@@ -7,7 +7,7 @@ from importlib import resources
 from typing import Any
 
 from laminar.telemetry.panel import duration
-from laminar.telemetry.report import LAST_STEPS, mean_reward, reward_of, staleness_histogram
+from laminar.telemetry.report import LAST_STEPS, mean_reward, reward_of, shown_accuracies, staleness_histogram
 from laminar.telemetry.svg import Line, plot
 
 PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
@@ -56,20 +56,41 @@ def html_report(
     """
     steps = [line for line in lines if line["kind"] == "step"]
     marks = [line for line in lines if line["kind"] == "mark"]
-    title = f"Laminar run {run['id']}"
-    style = (resources.files("laminar.telemetry") / "report.css").read_text("utf-8")
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(written_at))
     parts = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{style}</style></head><body><h1>{escape(title)}</h1>",
-        _table(_facts(run, steps, lines, when)),
+        table(_facts(run, steps, lines, when)),
         f'<h2>Course</h2><div class="plots">{"".join(_plots(steps, marks, bound))}</div>',
     ]
     if marks:
         rows = [(str(mark["step"]), mark["text"]) for mark in marks[-100:]]
-        parts.append(f"<h2>Marks (step, what happened)</h2>{_table(rows)}")
-    parts.append(f"<h2>Settings</h2><pre>{escape(config_text)}</pre></body></html>")
-    return "".join(parts)
+        parts.append(f"<h2>Marks (step, what happened)</h2>{table(rows)}")
+    parts.append(f"<h2>Settings</h2><pre>{escape(config_text)}</pre>")
+    return page(f"Laminar run {run['id']}", parts)
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """A whole HTML file in the reports' style.
+
+    Args:
+        title: plain text.
+        parts: HTML of the body, below the title.
+    """
+    style = (resources.files("laminar.telemetry") / "report.css").read_text("utf-8")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{style}</style></head><body><h1>{escape(title)}</h1>"
+        f"{''.join(parts)}</body></html>"
+    )
+
+
+def table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """An HTML table of plain texts; the first cell of each row is its name."""
+    heads = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
+    lines = [f"<tr>{heads}</tr>"] if head else []
+    for name, *texts in rows:
+        cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
+        lines.append(f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>')
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _facts(
@@ -90,8 +111,8 @@ def _facts(
         ("trained", f"{tokens:,.0f} tokens, {tokens / seconds if seconds else 0:,.1f} tokens/s"),
         ("staleness", ", ".join(f"{k}: {n} trajectories ({100 * n / total:.0f} %)" for k, n in sorted(histogram.items()))),
     ]
-    accuracies = [line for line in lines if line["kind"] == "evaluation"]
-    facts += [("held-out accuracy", f"{line['eval/accuracy']:.3f} at version {line['step']}") for line in accuracies]
+    accuracies = {line["step"]: line["eval/accuracy"] for line in lines if line["kind"] == "evaluation"}
+    facts += [("held-out accuracy", f"{found:.3f} at version {number}") for number, found in shown_accuracies(accuracies)]
     return facts
 
 
@@ -109,8 +130,3 @@ def _plots(steps: Sequence[Mapping[str, Any]], marks: Sequence[Mapping[str, Any]
 
 def _value(step: Mapping[str, Any], name: str) -> float | None:
     return reward_of(step) if name == "reward/finished_mean" else step.get(name)
-
-
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    cells = (f'<tr><th scope="row">{escape(name)}</th><td>{escape(text)}</td></tr>' for name, text in rows)
-    return f"<table>{''.join(cells)}</table>"

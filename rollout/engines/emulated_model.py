@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from laminar.errors import EngineError
-from rollout.engines.timings import Lengths
+from laminar.simulate.timings import Lengths
 from rollout.engines.weights_file import WEIGHTS_NAME, TensorForms, check_same_forms, read_forms
 
 UInt64Array = npt.NDArray[np.uint64]

@@ -20,12 +20,12 @@ from aiohttp import ClientSession
 from safetensors.torch import load_file, save_file
 
 from laminar.errors import DeadlineError, EngineError
+from laminar.simulate.timings import load_lengths
 from laminar.types import FinishReason, SamplingParameters, WeightVersion
 from rollout.engines.client import BrokenAnswerError, EngineClient
 from rollout.engines.emulated_model import EmulatedModel
 from rollout.engines.launch import EngineLaunch
 from rollout.engines.process import EngineProcess
-from rollout.engines.timings import load_lengths
 from rollout.engines.tiny_model import write_tiny_model
 
 PROMPT = np.array([5, 9, 17, 33, 64, 3, 80, 11], np.int32)
@@ -365,6 +365,13 @@ async def test_a_live_engine_equals_a_fresh_one_after_an_update(shared, client, 
     assert live.segments[0].logprobs.tolist() == pytest.approx(expected, abs=1e-4)
     pairs = zip(live.segments[0].logprobs, old.segments[0].logprobs, strict=False)
     assert max(abs(a - b) for a, b in pairs) > 1e-3
+
+
+async def test_given_tokens_are_scored_by_the_weights_that_are_served(shared, client, versions):
+    ids = np.array([5, 9, 90, 17, 4, 33, 100, 64], np.int32)
+    version, scored = await client.score(ids.tolist())
+    assert version == V0
+    assert scored == pytest.approx(expected_logprobs(shared, versions[0], ids[:1], ids[1:]), abs=1e-4)
 
 
 @pytest.mark.not_on("sglang", "honours seeds with deterministic inference only, which has no attention backend on this CPU")

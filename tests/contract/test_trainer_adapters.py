@@ -55,12 +55,12 @@ def test_an_engine_that_loads_what_was_published_samples_with_the_trainers_own_l
     store = VersionStore(tmp_path, "run", "node")
     WeightPublisher(Publisher(store, model_path), engine).publish(WeightVersion(0, 2))
     sampler = TorchEngine(model_path, "0.0")
-    sampler.pause("retract")
-    sampler.update_weights(store.folder_of(WeightVersion(0, 2)), "0.2", flush_cache=True)
-    sampler.resume()
+    sampler.book.pause("retract")
+    sampler.book.update_weights(store.folder_of(WeightVersion(0, 2)), "0.2", flush_cache=True)
+    sampler.book.resume()
     sampling = SamplingWire(max_new_tokens=12, sampling_seed=0, ignore_eos=True)
     output = sampler.add(GenerateWire(input_ids=[5, 9, 17, 33], rid="a", sampling_params=sampling))
-    while sampler.has_work:
+    while sampler.book.has_work:
         sampler.step()
     chain = oracle.Chain((oracle.given([5, 9, 17, 33]), oracle.sampled(output.ids, output.logprobs, WeightVersion(0, 2))))
     row = make_row(chain, name="a", prompt=0, temperature=1.0, advantage=1.0, sequence_tokens=12)

@@ -51,7 +51,7 @@ class Weights:
     def prepare(self, layout):
         pass
 
-    def publish(self, version, tensors):
+    def publish(self, version, tensors, probe):
         self.newest = version
         return SimpleNamespace(skipped=False, bytes=0, reason="")
 

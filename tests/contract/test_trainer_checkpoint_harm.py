@@ -86,7 +86,7 @@ def small_disk(tmp_path):
     def mount(options):
         return subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False)
 
-    if mount("size=700k").returncode:
+    if mount("size=340k").returncode:
         pytest.skip("this user may not mount a file system")
     yield folder, lambda kilobytes: mount(f"remount,size={kilobytes}k")
     subprocess.run(["umount", folder], check=True)

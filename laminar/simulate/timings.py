@@ -1,4 +1,4 @@
-"""How long a real engine's steps take, and how long answers become, for engines that only pretend.
+"""How long a real engine's steps take, and how long answers become: for the simulator and for engines that only pretend.
 
 The numbers are the paper's (`paper_timings.json` names figures); what they leave out is stated here:
 - figure 4 gives one context length, 4,096 tokens. What a step takes beyond that of one request is reading keys and values
@@ -35,8 +35,8 @@ class StepTimes:
     seconds: FloatArray
     context_tokens: float
 
-    def step_seconds(self, num_requests: int, total_context_tokens: int) -> float:
-        """Seconds for one token of each of so many requests, whose contexts sum up to so many tokens.
+    def step_seconds(self, num_requests: float, total_context_tokens: float) -> float:
+        """Seconds for one token of each of so many requests (or a mean number), whose contexts sum up to so many tokens.
 
         Beyond the largest measured batch the last slope goes on.
         """
@@ -64,6 +64,10 @@ class Lengths:
     def quantile(self, share: float) -> int:
         """Length that this share of answers does not exceed; at least 1. Between given points log-lengths are linear."""
         return max(1, round(float(np.exp(np.interp(share, self.shares, np.log(self.tokens))))))
+
+    def quantiles(self, shares: FloatArray) -> FloatArray:
+        """(N,) whole lengths, at least 1, for (N,) shares; as `quantile`."""
+        return np.maximum(1.0, np.rint(np.exp(np.interp(shares, self.shares, np.log(self.tokens)))))
 
 
 def load_step_times(name: str) -> StepTimes:
@@ -102,6 +106,6 @@ def _row(table: Mapping[str, Any], name: str, what: str) -> Mapping[str, float]:
 
 
 def _paper() -> dict[str, Any]:
-    text = resources.files("rollout.engines").joinpath("paper_timings.json").read_text("utf-8")
+    text = resources.files("laminar.simulate").joinpath("paper_timings.json").read_text("utf-8")
     content: dict[str, Any] = json.loads(text)
     return content
