@@ -1,30 +1,35 @@
 """Saving and restoring a rank's whole state: weights, optimizer, random states, and what rank 0's loop adds.
 
 A checkpoint holds `model/` (a loadable Hugging Face folder), `optimizer_000.safetensors` for each share of the optimizer
-state, with a critic `critic.safetensors` and `critic_optimizer_000.safetensors` likewise, `rng_000.json` for each rank, and
-`extra.json`. No file is a pickle. All ranks save and load together, and fail
-together; the learning rate needs no state (`trainer.schedule`). `trainer.checkpoint_folder` says what makes a checkpoint.
+state, with adapters `adapter/` (as peft writes it; `model/` has them merged), with a critic `critic.safetensors` and
+`critic_optimizer_000.safetensors` likewise, `rng_000.json` for each rank, and `extra.json`. No file is a pickle. All ranks
+save and load together, and fail together; the learning rate needs no state (`trainer.schedule`). Any number of ranks at any
+ZeRO stage loads what any other saved (`trainer.optimizer_shares`). `trainer.checkpoint_folder` says what makes a checkpoint.
 """
 
 import json
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from laminar.errors import ConfigError, EnvironmentSetupError
 from trainer import checkpoint_folder
 from trainer.engine import TrainerEngine
+from trainer.optimizer_shares import SavedShares
 from trainer.ranks import Ranks
+from trainer.weight_file import WeightFile, write_weights
 
 _MODEL = "model/model.safetensors"
+_ADAPTER = "adapter/adapter_model.safetensors"
 _CRITIC = "critic.safetensors"
+_OPTIMIZER = "optimizer"
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -46,13 +51,26 @@ def save(root: Path, step: int, engine: TrainerEngine, extra: dict[str, Any], ke
     """
     ranks, temporary = engine.ranks, checkpoint_folder.temporary_path(root, step)
 
+    def make() -> None:
+        if ranks.is_first:
+            _copy_model_files(Path(engine.config.model.path), checkpoint_folder.begin(root, step) / "model")
+            if engine.adapters is not None:
+                (temporary / _ADAPTER).parent.mkdir()
+                engine.adapters.write_config((temporary / _ADAPTER).parent)
+
     def finish() -> None:
         (temporary / checkpoint_folder.EXTRA).write_text(json.dumps(extra))
-        checkpoint_folder.complete(root, step, {"optimizer_shares": _num_shares(engine)}, keep)
+        checkpoint_folder.complete(root, step, {"num_ranks": ranks.world_size}, keep)
 
-    _together(ranks, f"make {temporary}", lambda: checkpoint_folder.begin(root, step) if ranks.is_first else None)
-    _together(ranks, f"write {temporary}", lambda: _write_share(temporary, engine))
-    _together(ranks, f"complete {temporary}", lambda: finish() if ranks.is_first else None)
+    try:
+        _together(ranks, f"make {temporary}", make)
+        for write in (_write_policy, _write_adapters, _write_critic, _write_own):
+            _together(ranks, f"write {temporary}", partial(write, temporary, engine))
+        _together(ranks, f"complete {temporary}", lambda: finish() if ranks.is_first else None)
+    except EnvironmentSetupError:
+        if ranks.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk, others need the room
+        raise
     return checkpoint_folder.checkpoint_path(root, step)
 
 
@@ -63,22 +81,25 @@ def load(path: Path, engine: TrainerEngine) -> tuple[int, dict[str, Any]]:
         The step's number, and `extra`, on every rank.
 
     Raises:
-        ConfigError: if the checkpoint is damaged (it names the file), or does not fit the model or the number of ranks.
+        ConfigError: if the checkpoint is damaged (it names the file), or is of another model.
     """
     ranks = engine.ranks
     manifest = json.loads(ranks.decide(lambda: json.dumps(checkpoint_folder.read_manifest(path)).encode()))
-    if manifest["optimizer_shares"] != _num_shares(engine):
+    if (path / _ADAPTER).exists() != (engine.adapters is not None):
+        has, lacks = ("adapters", "none") if engine.adapters is None else ("no adapters", "some")
         raise ConfigError(
-            f"checkpoint {path} holds {manifest['optimizer_shares']} shares of optimizer state, but this run needs "
-            f"{_num_shares(engine)}: resume with the trainer.num_ranks and zero_stage that it was saved with"
+            f"checkpoint {path} is of a run with {has}, this run has {lacks}: set trainer.lora as it was saved"
         )
-    engine.load_state(load_file(path / _MODEL), load_file(path / _optimizer_name(engine)))
+    weights = path / (_MODEL if engine.adapters is None else _ADAPTER)
+    with WeightFile(weights) as model, SavedShares(sorted(path.glob(f"{_OPTIMIZER}_*"))) as optimizer:
+        engine.load_state(model, optimizer)
     if engine.critic is not None:
         if not (path / _CRITIC).exists():
             raise ConfigError(f"checkpoint {path} is of a run without a critic: resume with the algorithm that saved it")
-        engine.critic.load_state(load_file(path / _CRITIC), load_file(path / f"critic_{_optimizer_name(engine)}"))
+        with WeightFile(path / _CRITIC) as model, SavedShares(sorted(path.glob(f"critic_{_OPTIMIZER}_*"))) as optimizer:
+            engine.critic.load_state(model, optimizer)
     random_states = path / f"rng_{ranks.rank:03d}.json"
-    if random_states.exists():  # a replicated optimizer may be resumed on more ranks than saved it
+    if random_states.exists():  # else more ranks resume than saved it
         _restore_random_states(json.loads(random_states.read_text()))
     return manifest["step"], checkpoint_folder.read_extra(path)
 
@@ -89,32 +110,47 @@ def agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
     return Path(name) if name else None
 
 
-def _write_share(folder: Path, engine: TrainerEngine) -> None:
-    """Write what this rank holds: rank 0 the model, each holder its optimizer share, each rank its random states."""
-    if engine.ranks.is_first:
-        (folder / _MODEL).parent.mkdir()
-        model = {name: tensor.detach().contiguous() for name, tensor in engine.state_tensors()}
-        save_file(model, folder / _MODEL, {"format": "pt"})
-        for file in sorted(Path(engine.config.model.path).iterdir()):
-            if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
-                shutil.copyfile(file, folder / "model" / file.name)
-    _write_critic(folder, engine)
-    if engine.ranks.rank < _num_shares(engine):
-        optimizer = {name: tensor.contiguous() for name, tensor in engine.optimizer_tensors().items()}
-        save_file(optimizer, folder / _optimizer_name(engine))
-    (folder / f"rng_{engine.ranks.rank:03d}.json").write_text(json.dumps(_random_states()))
+def _copy_model_files(origin: Path, folder: Path) -> None:
+    """Copy everything but weights: config, tokenizer, the model's own code."""
+    folder.mkdir()
+    for file in sorted(origin.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _write_policy(folder: Path, engine: TrainerEngine) -> None:
+    """All ranks: gather the policy's weights; rank 0 writes them."""
+    file = folder / _MODEL if engine.ranks.is_first else None
+    write_weights(file, engine.state_shapes(), engine.state_tensors())
+
+
+def _write_adapters(folder: Path, engine: TrainerEngine) -> None:
+    """The same of its adapters, if it has any."""
+    if engine.adapters is not None:
+        file = folder / _ADAPTER if engine.ranks.is_first else None
+        write_weights(file, engine.adapters.shapes(), engine.adapters.tensors())
 
 
 def _write_critic(folder: Path, engine: TrainerEngine) -> None:
-    if engine.critic is None:
-        return
-    if engine.ranks.is_first:
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in engine.critic.state_tensors().items()}, folder / _CRITIC
-        )
-    if engine.ranks.rank < _num_shares(engine):
-        optimizer = {name: tensor.contiguous() for name, tensor in engine.critic.optimizer_tensors().items()}
-        save_file(optimizer, folder / f"critic_{_optimizer_name(engine)}")
+    """The same of the critic, if there is one."""
+    if engine.critic is not None:
+        file = folder / _CRITIC if engine.ranks.is_first else None
+        write_weights(file, engine.critic.state_shapes(), engine.critic.state_tensors())
+
+
+def _write_own(folder: Path, engine: TrainerEngine) -> None:
+    """Write what only this rank holds: its shares of the optimizer state, its random states."""
+    number = f"{engine.ranks.rank:03d}"
+    if engine.ranks.is_first or not engine.optimizer_is_replicated:
+        _write_optimizer(folder / f"{_OPTIMIZER}_{number}.safetensors", engine.optimizer_tensors())
+        if engine.critic is not None:
+            _write_optimizer(folder / f"critic_{_OPTIMIZER}_{number}.safetensors", engine.critic.optimizer_tensors())
+    (folder / f"rng_{number}.json").write_text(json.dumps(_random_states()))
+
+
+def _write_optimizer(file: Path, tensors: dict[str, Tensor]) -> None:
+    if tensors:  # before the first update there is no state
+        write_weights(file, tensors.items(), iter(tensors.items()))
 
 
 def _together(ranks: Ranks, what: str, work: Callable[[], object]) -> None:
@@ -126,19 +162,14 @@ def _together(ranks: Ranks, what: str, work: Callable[[], object]) -> None:
     problem = ""
     try:
         work()
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         problem = str(error) or type(error).__name__
     for rank, text in enumerate(ranks.gather_texts(problem)):
         if text:
-            raise EnvironmentSetupError(f"checkpoint: rank {rank} could not {what}: {text}")
-
-
-def _num_shares(engine: TrainerEngine) -> int:
-    return 1 if engine.optimizer_is_replicated else engine.ranks.world_size
-
-
-def _optimizer_name(engine: TrainerEngine) -> str:
-    return f"optimizer_{0 if engine.optimizer_is_replicated else engine.ranks.rank:03d}.safetensors"
+            raise EnvironmentSetupError(
+                f"checkpoint: rank {rank} could not {what}: {text}; older ones stand: make room for one more than "
+                "checkpoint.keep, then resume"
+            )
 
 
 def _random_states() -> dict[str, Any]:

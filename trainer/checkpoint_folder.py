@@ -18,7 +18,7 @@ from laminar.errors import ConfigError
 
 logger = logging.getLogger("laminar.trainer.checkpoint")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Written into every manifest; a reader refuses what it does not know."""
 
 MANIFEST = "manifest.json"
@@ -82,16 +82,21 @@ def find_latest(root: Path) -> Path | None:
     """
     pointer = root / POINTER
     pointed = root / pointer.read_text().strip() if pointer.exists() else None
+    first_fault = ""
     newest_first = sorted(complete_checkpoints(root), key=lambda path: (path == pointed, path.name), reverse=True)
     for path in newest_first:
         try:
             read_manifest(path)
         except ConfigError as error:
             logger.warning("%s; falling back to an older checkpoint", error)
+            first_fault = first_fault or str(error)
         else:
             return path
     if newest_first:
-        raise ConfigError(f"every checkpoint in {root} is damaged: move the folder away to start afresh")
+        raise ConfigError(
+            f"every checkpoint in {root} is damaged ({first_fault}): restore that file, or move "
+            "the folder away to start afresh"
+        )
     return None
 
 

@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, H hidden.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,23 @@ from transformers import PreTrainedModel
 
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
+from trainer.deepspeed_setup import zero_stage
+from trainer.gathering import gathered, load_tensors, without_data
 from trainer.model import can_share_prompts, load_model
+from trainer.optimizer_shares import SavedShares
 from trainer.packing import PackedRows
-from trainer.ranks import Ranks
-from trainer.trained_module import TrainedModule, Update, load_tensors
+from trainer.ranks import Ranks, SequenceGroup
+from trainer.trained_module import TrainedModule, Update
 from trainer.trunk import Trunk
 
 
 class ValueModel(nn.Module):
     """Values before given tokens; 0 everywhere at first, for the head starts at 0."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, group: SequenceGroup | None = None, *, is_partitioned: bool = False) -> None:
         super().__init__()
         self.trunk_model = model.base_model
-        self._trunk = Trunk(model.base_model)
+        self._trunk = Trunk(model.base_model, group, is_partitioned=is_partitioned)
         self.head = nn.Linear(model.config.hidden_size, 1, dtype=model.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -35,7 +38,8 @@ class ValueModel(nn.Module):
         """Values, (B, T) float32, 0 where the mask is false; arguments as those of `Policy.forward`."""
         hidden_BTH, scored_BT, _ = self._trunk.before(token_ids_BT, mask_BT, *prompts)
         values_N = self.head(hidden_BTH[scored_BT])[:, 0].float()
-        return torch.zeros(mask_BT.shape, device=mask_BT.device).masked_scatter(mask_BT, values_N)
+        values_BU = torch.zeros(scored_BT.shape, device=mask_BT.device).masked_scatter(scored_BT, values_N)
+        return self._trunk.aligned(values_BU, mask_BT)
 
 
 class Critic:
@@ -65,7 +69,8 @@ class Critic:
                 "give a model with the same tokenizer"
             )
         self.can_share_prompts = can_share_prompts(model)
-        self._module = ValueModel(model).to(ranks.device)
+        is_partitioned = zero_stage(trainer, model.dtype) == 3
+        self._module = ValueModel(model, ranks.sequence, is_partitioned=is_partitioned).to(ranks.device)
         self._trained = TrainedModule(self._module, model.dtype, trainer, ranks)
         self._rate_ratio = trainer.critic_learning_rate / trainer.learning_rate
 
@@ -89,15 +94,20 @@ class Critic:
         """Apply the gradient; its learning rate follows the policy's schedule."""
         return self._trained.update(policy_learning_rate * self._rate_ratio, largest_norm)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The whole value model by name; not copies."""
-        return dict(self._module.named_parameters())
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole value model by name; not copies. Under ZeRO 3 as `TrainerEngine.state_tensors`."""
+        return gathered(self._module.named_parameters())
+
+    def state_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """What `state_tensors` will give, as tensors without data."""
+        for name, parameter in self._module.named_parameters():
+            yield name, without_data(parameter)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """This rank's share of its optimizer state."""
         return self._trained.optimizer_tensors()
 
-    def load_state(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        """Restore what `state_tensors` and `optimizer_tensors` gave."""
-        load_tensors(self.state_tensors(), model, self._path)
+    def load_state(self, model: Mapping[str, Tensor], optimizer: SavedShares) -> None:
+        """Restore what `state_tensors` and `optimizer_tensors` gave; all ranks call it together."""
+        load_tensors(list(self._module.named_parameters()), model, self._path)
         self._trained.load_optimizer(optimizer)

@@ -7,10 +7,11 @@ data cursor; weights follow from the step). It trains nothing, and has one rank.
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -59,10 +60,14 @@ class EmulatedSession:
         self.replayed: list[SpooledStep] = []
         self.probe: Probe | None = None  # it has no forward pass
 
-    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def state_tensors(self) -> Generator[tuple[str, Tensor]]:
         """The weights of the present step."""
         factor = 1 + GROWTH_PER_STEP * self._step
         return ((name, tensor * factor) for name, tensor in self._initial.items())
+
+    def state_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without data."""
+        return ((name, torch.empty_like(tensor, device="meta")) for name, tensor in self._initial.items())
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
         """Every group."""

@@ -5,21 +5,25 @@ It does not know algorithms, batches or steps.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from laminar.config.root import LaminarConfig
 from laminar.errors import InvariantError
+from trainer.adapters import add_adapters
 from trainer.critic import Critic
+from trainer.deepspeed_setup import zero_stage
+from trainer.gathering import gathered, load_tensors, without_data
 from trainer.model import can_share_prompts, load_model
+from trainer.optimizer_shares import SavedShares
 from trainer.packing import PackedRows
 from trainer.policy import Policy
 from trainer.ranks import Ranks
-from trainer.reference import Reference
+from trainer.reference import FrozenPolicy, Reference
 from trainer.spikes import SpikeDetector
-from trainer.trained_module import TrainedModule, Update, load_tensors
+from trainer.trained_module import TrainedModule, Update
 
 logger = logging.getLogger("laminar.trainer.engine")
 
@@ -47,8 +51,12 @@ class TrainerEngine:
         self.ranks = ranks
         self.model = load_model(config.model, gradient_checkpointing=config.trainer.gradient_checkpointing).to(ranks.device)
         vocabulary_size = self.model.config.vocab_size
-        self._policy = TrainedModule(Policy(self.model), self.model.dtype, config.trainer, ranks)
-        self._reference = Reference(config, ranks, vocabulary_size) if "ref_logprobs" in needs else None
+        lora = config.trainer.lora
+        self.adapters = add_adapters(self.model, lora, config.run.seed) if lora.rank else None
+        is_partitioned = zero_stage(config.trainer, self.model.dtype) == 3
+        policy = Policy(self.model, group=ranks.sequence, is_partitioned=is_partitioned)
+        self._policy = TrainedModule(policy, self.model.dtype, config.trainer, ranks)
+        self._reference = self._make_reference(vocabulary_size) if "ref_logprobs" in needs else None
         self._critic = Critic(config, ranks, vocabulary_size) if "values" in needs else None
         self.share_prompts = self._decide_sharing()
         self.spikes = SpikeDetector(config.trainer.spikes, config.trainer.max_grad_norm)
@@ -86,7 +94,7 @@ class TrainerEngine:
         return self._policy.update(learning_rate, largest_norm)
 
     @property
-    def reference(self) -> Reference:
+    def reference(self) -> Reference | FrozenPolicy:
         """The frozen reference; a context manager, on the device inside."""
         if self._reference is None:
             raise InvariantError("the engine was made for an algorithm that needs no reference")
@@ -97,11 +105,29 @@ class TrainerEngine:
         """The critic, if the algorithm needs one."""
         return self._critic
 
-    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The full policy under its Hugging Face names, tied parameters once, in the training dtype; not copies."""
-        yield from self.model.named_parameters()
-        persistent = self.model.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)
+    def state_tensors(self) -> Generator[tuple[str, Tensor]]:
+        """The full policy under its Hugging Face names, tied parameters once, in the training dtype; not copies.
+
+        Adapters come merged into the weights they belong to.
+
+        Under ZeRO 3 all ranks iterate together; each tensor is to be read before the next is asked for.
+        """
+        parameters = gathered(self.model.named_parameters()) if self.adapters is None else self.adapters.merged_tensors()
+        yield from parameters
+        yield from self._buffers()
+
+    def state_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """What `state_tensors` will give, as tensors without data; nothing is gathered."""
+        if self.adapters is None:
+            yield from ((name, without_data(parameter)) for name, parameter in self.model.named_parameters())
+        else:
+            yield from self.adapters.merged_shapes()
+        yield from ((name, without_data(buffer)) for name, buffer in self._buffers())
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether a rank holds only its share of the parameters (ZeRO 3)."""
+        return self._policy.is_partitioned
 
     @property
     def optimizer_is_replicated(self) -> bool:
@@ -112,14 +138,30 @@ class TrainerEngine:
         """This rank's share of the policy's optimizer state; see `TrainedModule.optimizer_tensors`."""
         return self._policy.optimizer_tensors()
 
-    def load_state(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        """Restore what `state_tensors` and `optimizer_tensors` gave.
+    def load_state(self, weights: Mapping[str, Tensor], optimizer: SavedShares) -> None:
+        """Restore what was saved; all ranks call it together.
+
+        Args:
+            weights: what `state_tensors` gave; with adapters, what `adapters.tensors` gave: all else is as it was loaded.
+            optimizer: what `optimizer_tensors` gave.
 
         Raises:
             ConfigError: if a name or a shape is another model's.
         """
-        load_tensors(dict(self.state_tensors()), model, self.config.model.path)
+        if self.adapters is None:
+            load_tensors([*self.model.named_parameters(), *self._buffers()], weights, self.config.model.path)
+        else:
+            self.adapters.load(weights, "trainer.lora describes")
         self._policy.load_optimizer(optimizer)
+
+    def _make_reference(self, vocabulary_size: int) -> Reference | FrozenPolicy:
+        if self.adapters is not None and not self.config.model.reference:
+            return FrozenPolicy(self.adapters, self.score)
+        return Reference(self.config, self.ranks, vocabulary_size)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        persistent = self.model.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)
 
     def _decide_sharing(self) -> bool:
         trainer = self.config.trainer
@@ -128,6 +170,8 @@ class TrainerEngine:
                 "trainer.share_prompts is off: gradient_checkpointing recomputes layers without a key-value cache"
             )
             return False
+        if trainer.share_prompts and self.ranks.sequence is not None:
+            return False  # a rank has a stretch of each row, and no prompt of its own
         others = [scorer for scorer in (self._reference, self._critic) if scorer is not None]
         is_able = can_share_prompts(self.model) and all(scorer.can_share_prompts for scorer in others)
         if trainer.share_prompts and not is_able:

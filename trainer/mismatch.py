@@ -67,7 +67,7 @@ class Mismatch:
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Metrics of all ranks' tokens; empty if there is none. A collective."""
         parts = (self.tokens, self.kl, self.absolute, self.masked, self.histogram, self.sums)
-        total = np.array(ranks.sum(np.concatenate(parts).tolist()))
+        total = np.array(ranks.sum_shares(np.concatenate(parts).tolist()))
         tokens, kl, absolute, masked, histogram, sums = np.split(total, np.cumsum([len(part) for part in parts])[:-1])
         largest = max(ranks.gather_numbers(self.largest))
         count = float(tokens.sum())

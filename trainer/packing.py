@@ -147,7 +147,7 @@ def pack_rows(rows: Sequence[Row], *, share_prompts: bool, device: torch.device)
         device: where the tensors go.
     """
     if not rows:
-        return _nothing(device)
+        return _nothing(device, share_prompts=share_prompts)
     starts = [row.shape.prompt_tokens if share_prompts else 0 for row in rows]
 
     def pad(arrays: Iterable[npt.NDArray], dtype: npt.DTypeLike, value: float) -> Tensor:
@@ -197,7 +197,9 @@ def _pad(arrays: Sequence[npt.NDArray], dtype: npt.DTypeLike, value: float, devi
     return torch.from_numpy(padded).to(device)
 
 
-def _nothing(device: torch.device) -> PackedRows:
+def _nothing(device: torch.device, *, share_prompts: bool) -> PackedRows:
+    none_P = torch.zeros(1, dtype=torch.int64, device=device)
+    prompts = SharedPrompts(token_ids=none_P[:, None], lengths=none_P + 1, of_row=none_P) if share_prompts else None
     return PackedRows(
         names=("nothing",),
         token_ids=torch.zeros(1, 2, dtype=torch.int64, device=device),
@@ -207,4 +209,5 @@ def _nothing(device: torch.device) -> PackedRows:
         temperature=torch.ones(1, device=device),
         advantage=torch.zeros(1, device=device),
         sequence_tokens=torch.zeros(1, dtype=torch.int64, device=device),
+        prompts=prompts,
     )

@@ -9,14 +9,54 @@ Shapes: B rows, T tokens, P distinct prompts, N trained places, H hidden, V voca
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from laminar.errors import ConfigError
+from trainer.ranks import SequenceGroup
 from trainer.trunk import Trunk
 
 _SCALED_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 """Config entries of models that change the logits after the head, and the values that do nothing."""
+
+
+class Head(nn.Module):
+    """Log-probs and entropies from hidden states, chunk by chunk where the logits of all would be too large.
+
+    A module of its own, with the output head's weight as its own: under ZeRO 3 the weight is gathered once a pass, however
+    many chunks a rank has; ranks with unlike numbers of chunks would else wait for one another for ever.
+
+    Args:
+        head: the model's output head.
+        max_logits_bytes: beyond this, logits are made chunk by chunk, and again in the backward pass.
+
+    Raises:
+        ConfigError: if it is more than a matrix and a bias.
+    """
+
+    def __init__(self, head: nn.Module, max_logits_bytes: int) -> None:
+        super().__init__()
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(f"model.path: its output head is a {type(head).__name__}, which is not supported")
+        self.weight, self.bias = head.weight, head.bias
+        self._rows_at_once = max(1, max_logits_bytes // (4 * head.weight.shape[0]))
+
+    def forward(
+        self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `score_tokens`, of the logits of these hidden states."""
+
+        def score(hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+            logits_NV = functional.linear(hidden_NH, self.weight, self.bias)
+            return score_tokens(logits_NV, targets_N, temperature_N, entropy_gradient=entropy_gradient)
+
+        rows = self._rows_at_once
+        if len(hidden_NH) <= rows:
+            return score(hidden_NH, targets_N, temperature_N)
+        chunks = zip(hidden_NH.split(rows), targets_N.split(rows), temperature_N.split(rows), strict=True)
+        scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
 
 class Policy(nn.Module):
@@ -25,12 +65,21 @@ class Policy(nn.Module):
     Args:
         model: a causal model with a trunk (`base_model`) and an output head.
         max_logits_bytes: beyond this, logits are made chunk by chunk, and again in the backward pass.
+        group: ranks that share each row, if there are any.
+        is_partitioned: whether ZeRO 3 will split its parameters.
 
     Raises:
         ConfigError: if the model changes its logits after the head, which this class would miss.
     """
 
-    def __init__(self, model: PreTrainedModel, max_logits_bytes: int = 256 * 1024**2) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_logits_bytes: int = 256 * 1024**2,
+        group: SequenceGroup | None = None,
+        *,
+        is_partitioned: bool = False,
+    ) -> None:
         super().__init__()
         for name, neutral in _SCALED_LOGITS.items():
             if getattr(model.config, name, neutral) not in (neutral, None):
@@ -38,8 +87,8 @@ class Policy(nn.Module):
                     f"model.path: its config has {name} = {getattr(model.config, name)}, which is not supported"
                 )
         self.model = model
-        self._trunk = Trunk(model)
-        self._max_logits_bytes = max_logits_bytes
+        self.head = Head(model.get_output_embeddings(), max_logits_bytes)
+        self._trunk = Trunk(model, group, is_partitioned=is_partitioned)
 
     def forward(
         self,
@@ -70,24 +119,10 @@ class Policy(nn.Module):
         )
         temperature_N = temperature_B[:, None].expand_as(scored_BT)[scored_BT]
         inputs = (hidden_BTH[scored_BT], targets_BT[scored_BT], temperature_N)
-        logprobs_N, entropy_N = self._score(*inputs, entropy_gradient=entropy_gradient)
-        empty_BT = torch.zeros(mask_BT.shape, dtype=logprobs_N.dtype, device=mask_BT.device)
-        return empty_BT.masked_scatter(mask_BT, logprobs_N), empty_BT.masked_scatter(mask_BT, entropy_N)
-
-    def _score(
-        self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, *, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        head = self.model.get_output_embeddings()
-
-        def score(hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-            return score_tokens(head(hidden_NH), targets_N, temperature_N, entropy_gradient=entropy_gradient)
-
-        rows = max(1, self._max_logits_bytes // (4 * head.weight.shape[0]))
-        if len(hidden_NH) <= rows:
-            return score(hidden_NH, targets_N, temperature_N)
-        chunks = zip(hidden_NH.split(rows), targets_N.split(rows), temperature_N.split(rows), strict=True)
-        scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
+        logprobs_N, entropy_N = self.head(*inputs, entropy_gradient=entropy_gradient)
+        empty_BU = torch.zeros(scored_BT.shape, dtype=logprobs_N.dtype, device=mask_BT.device)
+        both = (empty_BU.masked_scatter(scored_BT, logprobs_N), empty_BU.masked_scatter(scored_BT, entropy_N))
+        return self._trunk.aligned(both[0], mask_BT), self._trunk.aligned(both[1], mask_BT)
 
 
 def score_tokens(

@@ -3,16 +3,22 @@
 Order: first the number (it frees the slots of the step's groups), then the weights. An engine can therefore never hold a
 number that the data module does not know. A version that finds every slot leased is offered again until it is complete or
 superseded.
+
+Only rank 0 writes. Under ZeRO 3 no rank has whole weights: whoever takes the tensors makes all ranks gather them, bucket by
+bucket (`trainer.gathering`), so the memory that a publish needs beside the slot is one bucket on each rank.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from laminar.types import WeightVersion
+from relay.manifest import load_layout
 from relay.probe import Probe
 from relay.publisher import Publisher
 
@@ -28,22 +34,30 @@ class Published:
     skipped: bool
 
 
+class Weights(Protocol):
+    """The trainer's weights, as `TrainerEngine` gives them."""
+
+    def state_tensors(self) -> Generator[tuple[str, Tensor]]:
+        """The whole weights by name; each is to be read before the next is asked for."""
+        ...
+
+    def state_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without data."""
+        ...
+
+
 class WeightPublisher:
     """Offers the trainer's newest weights to the relay of its machine.
 
     Args:
-        publisher: of the relay.
-        state_tensors: gives the weights as they are.
+        publisher: of the machine's store.
+        weights: what is published.
         probe: gives what these weights make of fixed tokens (`relay.probe`).
     """
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        state_tensors: Callable[[], Iterator[tuple[str, Tensor]]],
-        probe: Callable[[], Probe | None] = lambda: None,
-    ) -> None:
-        self._publisher, self._state_tensors, self._probe = publisher, state_tensors, probe
+    def __init__(self, publisher: Publisher, weights: Weights, probe: Callable[[], Probe | None] = lambda: None) -> None:
+        self._publisher, self._weights, self._probe = publisher, weights, probe
+        self._is_prepared = False
         self._unpublished: WeightVersion | None = None
         self.skipped_publishes = 0
 
@@ -60,7 +74,11 @@ class WeightPublisher:
             wait: until the version is there. If not, checksums and appearance follow while training goes on.
         """
         started = time.monotonic()
-        report = self._publisher.publish(version, self._state_tensors(), self._probe(), wait=wait)
+        if not self._is_prepared:
+            self._publisher.prepare(load_layout(self._weights.state_shapes()))
+            self._is_prepared = True
+        with contextlib.closing(self._weights.state_tensors()) as tensors:  # whatever fails, no other rank waits
+            report = self._publisher.publish(version, tensors, self._probe(), wait=wait)
         self._unpublished = version if report.skipped else None
         if report.skipped:
             self.skipped_publishes += 1

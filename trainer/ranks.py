@@ -18,6 +18,21 @@ _OK, _REFUSED = b"\x00", b"\x01"
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """Ranks next to one another that hold the same rows, each a stretch of their tokens.
+
+    Attributes:
+        size: how many, at least 2.
+        place: of this rank, from 0.
+        group: torch's group of them.
+    """
+
+    size: int
+    place: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
 class Ranks:
     """This process's place among the ranks.
 
@@ -25,11 +40,23 @@ class Ranks:
         rank: from 0.
         world_size: number of ranks.
         device: where this rank computes.
+        sequence: those that this rank shares its rows with; None if it has rows of its own.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    sequence: SequenceGroup | None = None
+
+    @property
+    def share(self) -> int:
+        """Which share of a step's rows this rank has, from 0."""
+        return self.rank if self.sequence is None else self.rank // self.sequence.size
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares a step's rows are split."""
+        return self.world_size if self.sequence is None else self.world_size // self.sequence.size
 
     @property
     def is_first(self) -> bool:
@@ -85,6 +112,11 @@ class Ranks:
         dist.all_reduce(total)
         return [float(value) for value in total.tolist()]
 
+    def sum_shares(self, values: Sequence[float]) -> list[float]:
+        """As `sum`, of values that follow from a rank's rows: each share counts once, however many ranks have it."""
+        counts = self.sequence is None or self.sequence.place == 0
+        return self.sum(values if counts else [0.0] * len(values))
+
     def barrier(self) -> None:
         """Wait for all ranks, at most for the process group's deadline."""
         self.sum([0.0])
@@ -102,7 +134,13 @@ class Ranks:
 
 
 def join_ranks(
-    rank: int, world_size: int, store: Store | None = None, *, use_gpu: bool = False, collective_seconds: float = 1800
+    rank: int,
+    world_size: int,
+    store: Store | None = None,
+    *,
+    use_gpu: bool = False,
+    collective_seconds: float = 1800,
+    sequence_size: int = 1,
 ) -> Ranks:
     """Meet the other ranks and open the process group that DeepSpeed will use.
 
@@ -112,6 +150,7 @@ def join_ranks(
         store: where they meet, such as a `TCPStore` that rank 0's host serves; may be None for one rank.
         use_gpu: compute on the first visible GPU, with NCCL, instead of on the CPU, with gloo.
         collective_seconds: deadline of every collective, longer than rank 0 may wait for data while the others wait for it.
+        sequence_size: so many ranks, one after another, share their rows; it divides `world_size`.
 
     Raises:
         ConfigError: if a GPU is asked for and there is none.
@@ -127,4 +166,12 @@ def join_ranks(
         world_size=world_size,
         timeout=timedelta(seconds=collective_seconds),
     )
-    return Ranks(rank, world_size, device)
+    return Ranks(rank, world_size, device, group_sequences(rank, world_size, sequence_size))
+
+
+def group_sequences(rank: int, world_size: int, size: int) -> SequenceGroup | None:
+    """Make the groups of ranks that share rows; all ranks call it together. None if `size` is 1."""
+    if size == 1:
+        return None
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+    return SequenceGroup(size, rank % size, groups[rank // size])

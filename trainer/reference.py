@@ -1,6 +1,6 @@
 """The frozen reference model of a KL term: never trained, never published, the same from the first step to the last."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
+from trainer.adapters import Adapters
 from trainer.model import can_share_prompts, load_model
 from trainer.packing import PackedRows
 from trainer.policy import Policy
@@ -37,7 +38,7 @@ class Reference:
                 "give a model with the same tokenizer"
             )
         self.can_share_prompts = can_share_prompts(model)
-        self._policy = Policy(model.requires_grad_(False).eval())
+        self._policy = Policy(model.requires_grad_(False).eval(), group=ranks.sequence)
         self._device = ranks.device
         self._home = torch.device("cpu") if config.trainer.keep_reference_on == "cpu" else ranks.device
         self._policy.to(self._home)
@@ -60,3 +61,32 @@ class Reference:
         """Log-probs of a micro-batch, (B, T); 0 where nothing is trained."""
         logprobs_BT: Tensor = self._policy(*batch.model_inputs())[0]
         return logprobs_BT
+
+
+class FrozenPolicy:
+    """The reference of a policy with adapters: its own weights without them. Costs no memory.
+
+    Args:
+        adapters: of the policy.
+        score: scores a micro-batch under the policy, without gradient.
+
+    Attributes:
+        can_share_prompts: it does what the policy does.
+    """
+
+    can_share_prompts = True
+
+    def __init__(self, adapters: Adapters, score: Callable[[PackedRows], Tensor]) -> None:
+        self._adapters, self._score = adapters, score
+
+    def __enter__(self) -> Self:
+        """Nothing has to come."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing has to go."""
+
+    def score(self, batch: PackedRows) -> Tensor:
+        """Log-probs of a micro-batch, (B, T); 0 where nothing is trained."""
+        with self._adapters.switched_off():
+            return self._score(batch)

@@ -87,7 +87,7 @@ def score_step(engine: TrainerEngine, algorithm: Algorithm, plan: StepPlan, rows
 def _score(engine: TrainerEngine, name: str, scorer: Scorer, mini_batches: tuple[MiniBatchPlan, ...], rows: Rows) -> Rows:
     scored: Rows = {}
     for mini_batch in mini_batches:
-        for indices in mini_batch.ranks[engine.ranks.rank]:
+        for indices in mini_batch.ranks[engine.ranks.share]:
             own = [rows[index] for index in indices]
             batch = pack_rows(own, share_prompts=engine.share_prompts, device=engine.ranks.device)
             values_BT = scorer(batch)
@@ -106,7 +106,7 @@ def _first_undefined(ranks: Ranks, rows: Rows, names: list[str]) -> str | None:
         for name in names
         if not np.isfinite(row.scores[name][row.mask]).all()
     }
-    texts = [text for text in ranks.gather_texts(min(bad, default="")) if text]
+    texts = dict.fromkeys(text for text in ranks.gather_texts(min(bad, default="")) if text)
     return f"trajectory {', trajectory '.join(texts)} at batch start" if texts else None
 
 
@@ -115,7 +115,7 @@ def _judge(ranks: Ranks, plan: StepPlan, rows: Rows, correction: CorrectionConfi
     own_R3 = np.zeros((len(plan.rows), 3))
     for index, row in rows.items():
         own_R3[index] = row_sums(_difference(row), row.mask)
-    sums_R3 = np.array(ranks.sum(own_R3.ravel().tolist())).reshape(own_R3.shape)
+    sums_R3 = np.array(ranks.sum_shares(own_R3.ravel().tolist())).reshape(own_R3.shape)
     return judge_sequences(sums_R3, [row.trajectory_id for row in plan.rows], correction), sums_R3
 
 
@@ -168,9 +168,9 @@ def _spread_advantages(ranks: Ranks, algorithm: Algorithm, rows: Rows) -> Rows:
 
 def _moments(ranks: Ranks, values: list[Float64Array]) -> tuple[float, float]:
     """Mean and population standard deviation over all ranks, in two passes, so that close values keep their difference."""
-    total, count = ranks.sum([sum(float(part.sum()) for part in values), float(sum(map(len, values)))])
+    total, count = ranks.sum_shares([sum(float(part.sum()) for part in values), float(sum(map(len, values)))])
     mean = total / max(count, 1)
-    (squares,) = ranks.sum([sum(float(np.square(part - mean).sum()) for part in values)])
+    (squares,) = ranks.sum_shares([sum(float(np.square(part - mean).sum()) for part in values)])
     return mean, float(np.sqrt(squares / max(count, 1)))
 
 

@@ -5,7 +5,7 @@ It knows neither the data module nor the relay.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
@@ -47,8 +47,12 @@ class Session(Protocol):
     replayed: list[SpooledStep]
     probe: Probe | None
 
-    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, by name."""
+    def state_tensors(self) -> Generator[tuple[str, Tensor]]:
+        """The weights, by name; each is to be read before the next is asked for."""
+        ...
+
+    def state_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without data."""
         ...
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
@@ -102,6 +106,7 @@ class TrainingSession:
             store,
             use_gpu=config.trainer.num_gpus_per_rank > 0,
             collective_seconds=config.run.no_progress_seconds + COLLECTIVE_MARGIN_SECONDS,
+            sequence_size=config.trainer.sequence_parallel_size,
         )
         self.algorithm = build_algorithm(config)
         self.engine = TrainerEngine(config, ranks, self.algorithm.needs)
@@ -111,9 +116,15 @@ class TrainingSession:
         self.replayed: list[SpooledStep] = []
         self.probe: Probe | None = None
 
-    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The full model under its Hugging Face names."""
-        return self.engine.state_tensors()
+    def state_tensors(self) -> Generator[tuple[str, Tensor]]:
+        """Rank 0: the full model under its Hugging Face names; where ranks have only shares, all gather them together."""
+        if self.engine.is_partitioned:
+            self._command("gather 0")
+        yield from self.engine.state_tensors()
+
+    def state_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without data."""
+        return self.engine.state_shapes()
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
         """Whether the algorithm finds a complete group worth training."""
@@ -170,6 +181,9 @@ class TrainingSession:
                     score_probe(self.engine)
                 case "save":
                     self._save(int(number), {})
+                case "gather":
+                    for _ in self.engine.state_tensors():
+                        pass
                 case _:
                     ranks.leave()
                     return

@@ -99,8 +99,8 @@ def _plan(
         groups,
         algorithm,
         mini_batches=trainer.mini_batches,
-        max_tokens=trainer.max_tokens_per_micro_batch,
-        num_ranks=engine.ranks.world_size,
+        max_tokens=trainer.max_tokens_per_micro_batch * trainer.sequence_parallel_size,
+        num_ranks=engine.ranks.num_shares,
         share_prompts=engine.share_prompts,
         oldest_trained=oldest_trained,
     )
@@ -109,7 +109,7 @@ def _plan(
 
 
 def _own_rows(engine: TrainerEngine, plan: StepPlan, groups: Groups | None, fetch: Fetch | None) -> Rows:
-    indices = sorted(plan.rows_of(engine.ranks.rank))
+    indices = sorted(plan.rows_of(engine.ranks.share))
     plans = [plan.rows[index] for index in indices]
     if not plans:
         return {}

@@ -9,12 +9,7 @@ Invariants:
 It does not know what the module computes.
 """
 
-import contextlib
-import io
-import logging
 import math
-import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from laminar.config.trainer import TrainerConfig
-from laminar.errors import ConfigError
+from trainer.deepspeed_setup import initialize_deepspeed, zero_stage
 from trainer.norm_gate import NormGate
+from trainer.optimizer_shares import SavedShares, find_shares, named_tensors, restore
 from trainer.ranks import Ranks
-
-logger = logging.getLogger("laminar.trainer.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +47,7 @@ class TrainedModule:
 
     Attributes:
         is_replicated: whether every rank holds the whole optimizer state.
+        is_partitioned: whether a rank holds only its share of the parameters themselves.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, config: TrainerConfig, ranks: Ranks) -> None:
@@ -65,8 +60,12 @@ class TrainedModule:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.is_replicated = config.deepspeed.zero_stage == 0 and dtype != torch.bfloat16
-        self._engine = _initialize_deepspeed(module, dtype, self._adam, config, self.is_replicated)
+        self.is_replicated = zero_stage(config, dtype) == 0
+        self.is_partitioned = zero_stage(config, dtype) == 3
+        self._engine = initialize_deepspeed(module, dtype, self._adam, config)
+        named, optimizer = list(module.named_parameters()), None if self.is_replicated else self._engine.optimizer
+        self._has_finer_weights = dtype != torch.float32  # else the optimizer's weights are the parameters, bit for bit
+        self._shares = find_shares(named, optimizer, ranks.rank, ranks.world_size)
         self._gate = None if self.is_replicated else NormGate(self._engine.optimizer)
 
     def __call__(self, *arguments: Tensor, **settings: bool) -> Any:
@@ -98,79 +97,13 @@ class TrainedModule:
         return Update(True, norm)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """This rank's optimizer state by name: Adam's moments and step, and the float32 weights if they are apart."""
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._optimized():
-            if not self.is_replicated:
-                tensors[f"weights.{name}"] = parameter.detach()
-            tensors |= {f"{key}.{name}": value for key, value in self._adam.state[parameter].items()}
-        return tensors
+        """This rank's share of the optimizer state as a checkpoint names it; see `trainer.optimizer_shares`."""
+        return named_tensors(self._shares, self._adam.state, weights=self._has_finer_weights)
 
-    @torch.no_grad()
-    def load_optimizer(self, optimizer: Mapping[str, Tensor]) -> None:
-        """Restore what `optimizer_tensors` gave."""
-        for name, parameter in self._optimized():
-            state = {key.removesuffix(f".{name}"): value for key, value in optimizer.items() if key.endswith(f".{name}")}
-            weights = state.pop("weights", None)
-            if weights is not None:
-                parameter.copy_(weights)
-            self._adam.state[parameter] = {key: value.to(parameter.device, copy=True) for key, value in state.items()}
+    def load_optimizer(self, saved: SavedShares) -> None:
+        """Restore the optimizer state, whatever ranks and stage had it; the parameters are loaded already.
 
-    def _optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What Adam updates, by position: the parameters, or this rank's flat float32 share of them."""
-        for place, group in enumerate(self._adam.param_groups):
-            yield from ((f"{place}.{index}", parameter) for index, parameter in enumerate(group["params"]))
-
-
-@torch.no_grad()
-def load_tensors(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], origin: str) -> None:
-    """Copy saved tensors into a module's own.
-
-    Raises:
-        ConfigError: if a name or a shape is another model's.
-    """
-    for name in sorted(own.keys() | saved.keys()):
-        if name not in own or name not in saved or own[name].shape != saved[name].shape:
-            raise ConfigError(f"the checkpoint is of another model than {origin}: tensor {name} differs")
-        own[name].copy_(saved[name])
-
-
-def _initialize_deepspeed(
-    module: nn.Module, dtype: torch.dtype, adam: torch.optim.Optimizer, config: TrainerConfig, is_plain: bool
-) -> Any:
-    deepspeed = _import_deepspeed()
-    is_bfloat16 = dtype == torch.bfloat16
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0 if is_plain else config.max_grad_norm,
-        # Under bfloat16, stage 0 would keep gradients in bfloat16; stage 1 has float32 sums and weights.
-        "zero_optimization": {"stage": max(config.deepspeed.zero_stage, int(is_bfloat16)), "overlap_comm": False},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": is_bfloat16},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "steps_per_print": None,
-    }
-    with contextlib.redirect_stdout(io.StringIO()) as chatter:
-        engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=settings, dist_init_required=False)
-    logger.debug("DeepSpeed says: %s", chatter.getvalue())
-    return engine
-
-
-def _import_deepspeed() -> Any:
-    """Import DeepSpeed quietly, and without its shared-memory collectives.
-
-    Those are compiled at first use, for 40 s, under a lock file that a kill leaves behind, on which every later run hangs;
-    and their shared memory is named by user and port, so two runs on one host could meet. gloo does the same work.
-    """
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    chatter = logging.getLogger("DeepSpeed")
-    chatter.handlers.clear()
-    chatter.setLevel(logging.WARNING)
-    chatter.propagate = True
-    return deepspeed
+        Raises:
+            ConfigError: if it is of another model.
+        """
+        restore(self._shares, self._adam.state, saved, weights=not self.is_replicated)

@@ -9,14 +9,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
+
+from trainer.ranks import SequenceGroup
+from trainer.sequence_parallel import join_stretches, split_attention, stretch_of
 
 
 class Trunk:
-    """Calls a model's trunk; the model belongs to the module that uses this."""
+    """Calls a model's trunk; the model belongs to the module that uses this.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    Args:
+        model: the causal model, or its trunk.
+        group: ranks that compute a stretch of each row each; None: this rank computes whole rows.
+        is_partitioned: ZeRO 3 splits the model: the ranks gather each layer together, so all must call the same layers in
+            the same order, even one that has nothing to compute there.
+
+    Raises:
+        ConfigError: if the model cannot be split so.
+    """
+
+    def __init__(self, model: PreTrainedModel, group: SequenceGroup | None = None, *, is_partitioned: bool = False) -> None:
+        self._model, self._group, self._is_partitioned = model, group, is_partitioned
+        if group is not None:
+            split_attention(model, group)
         parameters = inspect.signature(type(model.base_model).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
@@ -38,14 +54,31 @@ class Trunk:
             prompt_of_row_B: which prompt each row follows.
 
         Returns:
-            (B, U, H) hidden states, (B, U) mask and (B, U) token ids; U is T - 1 for whole rows, else T.
+            (B, U, H) hidden states, (B, U) mask and (B, U) token ids; U is T - 1 for whole rows, else T. Of this rank's
+            stretch, if it has only that.
         """
+        if self._group is not None:
+            return self._of_stretch(token_ids_BT, mask_BT, self._group)
         if prompt_ids_PT is None:
             return self._run(token_ids_BT[:, :-1]).last_hidden_state, mask_BT[:, 1:], token_ids_BT[:, 1:]
         assert prompt_lengths_P is not None
         assert prompt_of_row_B is not None
         hidden_BTH = self._after_prompts(token_ids_BT, prompt_ids_PT, prompt_lengths_P, prompt_of_row_B)
         return hidden_BTH, mask_BT, token_ids_BT
+
+    def aligned(self, values_BU: Tensor, mask_BT: Tensor) -> Tensor:
+        """Values of what `before` gave, as (B, T) of the tokens it was asked about; those of all stretches."""
+        if self._group is not None:
+            values_BU = join_stretches(values_BU, self._group)[:, : mask_BT.shape[1] - 1]
+        return functional.pad(values_BU, (mask_BT.shape[1] - values_BU.shape[1], 0))
+
+    def _of_stretch(self, token_ids_BT: Tensor, mask_BT: Tensor, group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
+        parts = (token_ids_BT[:, :-1], mask_BT[:, 1:], token_ids_BT[:, 1:])
+        given_BS, scored_BS, targets_BS = (stretch_of(part, group) for part in parts)
+        width = given_BS.shape[1]
+        places_S = torch.arange(group.place * width, (group.place + 1) * width, device=given_BS.device)
+        hidden_BSH = self._run(given_BS, position_ids=places_S.expand_as(given_BS)).last_hidden_state
+        return hidden_BSH, scored_BS, targets_BS
 
     def _after_prompts(
         self, token_ids_BT: Tensor, prompt_ids_PT: Tensor, lengths_P: Tensor, prompt_of_row_B: Tensor
@@ -59,23 +92,24 @@ class Trunk:
         prompt_hidden_PTH = self._run(prompt_ids_PT, cache=cache).last_hidden_state
         last_PH = prompt_hidden_PTH[torch.arange(len(lengths_P), device=lengths_P.device), lengths_P - 1]
         last_B1H = last_PH.index_select(0, prompt_of_row_B)[:, None]
-        if width == 1:
+        if width == 1 and not self._is_partitioned:
             return last_B1H
+        num_given = max(width - 1, 1)  # with one token a row, it is computed and not looked at
         for layer in cache.layers:
             layer.keys = layer.keys.index_select(0, prompt_of_row_B)
             layer.values = layer.values.index_select(0, prompt_of_row_B)
         lengths_B = lengths_P.index_select(0, prompt_of_row_B)
         places_T = torch.arange(prompt_ids_PT.shape[1], device=lengths_P.device)
         seen_BT = torch.cat(
-            [places_T < lengths_B[:, None], lengths_B.new_ones(num_rows, width - 1, dtype=torch.bool)], dim=1
+            [places_T < lengths_B[:, None], lengths_B.new_ones(num_rows, num_given, dtype=torch.bool)], dim=1
         )
         hidden_BTH = self._run(
-            token_ids_BT[:, :-1],
+            token_ids_BT[:, :num_given],
             cache=cache,
             attention_mask=seen_BT.long(),
-            position_ids=lengths_B[:, None] + torch.arange(width - 1, device=lengths_P.device),
+            position_ids=lengths_B[:, None] + torch.arange(num_given, device=lengths_P.device),
         ).last_hidden_state
-        return torch.cat([last_B1H, hidden_BTH], dim=1)
+        return torch.cat([last_B1H, hidden_BTH[:, : width - 1]], dim=1)
 
     def _run(self, token_ids_BT: Tensor, cache: DynamicCache | None = None, **arguments: Tensor) -> Any:
         known = {} if cache is None else {self._cache_argument: cache}

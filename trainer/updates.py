@@ -105,7 +105,7 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     engine, totals, started = work.engine, work.totals, time.perf_counter()
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=engine.ranks.device)
     undefined, value_loss_sum, largest = "", 0.0, (0.0, "")
-    micro_batches = plan.ranks[engine.ranks.rank]
+    micro_batches = plan.ranks[engine.ranks.share]
     totals.micro_batches += len(micro_batches)
     for number, indices in enumerate(micro_batches, start=1):
         own = [work.rows[index] for index in indices]
@@ -126,7 +126,7 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
             spoilt = math.nan if problem else 1.0  # a skipped update leaves the critic as it was, too
             weight = spoilt / plan.num_tokens
             value_loss_sum += _teach_critic(engine.critic, work.algorithm, batch, weight, is_last=is_last)
-    *reduced, value_loss_sum = engine.ranks.sum([*sums.tolist(), value_loss_sum])
+    *reduced, value_loss_sum = engine.ranks.sum_shares([*sums.tolist(), value_loss_sum])
     computed = time.perf_counter()
     figures = {"loss": abs(reduced[0]) / plan.denominator, "KL": reduced[_SUMS.index("rollout_kl")] / plan.num_tokens}
     spike = engine.spikes.find(figures) if all(map(math.isfinite, figures.values())) else None  # else another net's
@@ -244,7 +244,7 @@ def _measure(mismatch: Mismatch, batch: PackedRows, logprobs_BT: Tensor, *, trai
 
 
 def _why(engine: TrainerEngine, update: Update, undefined: str) -> str:
-    texts = [text for text in engine.ranks.gather_texts(undefined) if text]
+    texts = dict.fromkeys(text for text in engine.ranks.gather_texts(undefined) if text)
     if texts:
         return ", ".join(texts)
     return f"the gradient norm is {update.grad_norm}"

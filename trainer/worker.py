@@ -70,6 +70,8 @@ class TrainerRank:
         await self._in_thread(self._session.replay, self._say_replayed)
         if self._rank == 0:
             await self._open_lineage()
+        else:  # from here on: rank 0 may need all ranks for its first publish
+            self._following = asyncio.create_task(self._in_thread(self._session.follow, self._clock.enter))
 
     async def run(self) -> dict[str, Any]:
         """Train to the end, or follow rank 0 there; returns its closing words."""
@@ -83,7 +85,7 @@ class TrainerRank:
 
     async def _work(self) -> dict[str, Any]:
         if self._rank != 0:
-            await self._in_thread(self._session.follow, self._clock.enter)
+            await self._following
             return {}
         if self._stop_asked:
             self._loop.stop()
@@ -156,7 +158,7 @@ class TrainerRank:
         session, buffer, telemetry = self._session, self._buffer, self._telemetry
         weights = open_store(self._config, self._context.run_id, self._context.node_id)
         relay = Publisher(weights, Path(self._config.model.path))
-        publisher = WeightPublisher(relay, session.state_tensors, lambda: session.probe)
+        publisher = WeightPublisher(relay, session, lambda: session.probe)
         authority = Authority(buffer, publisher, weights.newest, telemetry, self._thread, session.progress, session.frontier)
         await authority.open(len(session.replayed))
         self._loop = TrainingLoop(self._config, session, publisher, buffer, telemetry, authority, self._thread, self._clock)

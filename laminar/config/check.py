@@ -39,6 +39,7 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
         _sampling_faults,
         _evaluation_faults,
         _engine_faults,
+        _split_faults,
         _relay_faults,
         source_faults,
         plugin_faults,
@@ -99,10 +100,24 @@ def _capacity_faults(config: LaminarConfig) -> Iterator[str]:
             f"`experience.max_bytes` is {config.experience.max_bytes}: one step's {config.trainer.prompts_per_step} groups "
             f"reserve {bytes_per_group(config)} bytes each, so it must be at least {needed}"
         )
-    if config.trainer.max_tokens_per_micro_batch < longest:
+    if config.trainer.max_tokens_per_micro_batch * config.trainer.sequence_parallel_size < longest:
         yield f"`trainer.max_tokens_per_micro_batch` is {config.trainer.max_tokens_per_micro_batch}: {row}"
     if config.rollout.engine.max_cached_tokens < longest:
         yield f"`rollout.engine.max_cached_tokens` is {config.rollout.engine.max_cached_tokens}: {row}"
+
+
+def _split_faults(config: LaminarConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.num_ranks % trainer.sequence_parallel_size:
+        yield (
+            f"`trainer.sequence_parallel_size` is {trainer.sequence_parallel_size}, which does not divide "
+            f"`trainer.num_ranks` = {trainer.num_ranks}: each group of ranks needs that many"
+        )
+    if trainer.deepspeed.offload_optimizer and trainer.deepspeed.zero_stage == 0:
+        yield (
+            "`trainer.deepspeed.offload_optimizer` is true, but `trainer.deepspeed.zero_stage` is 0, which DeepSpeed cannot "
+            "offload: set the stage to 1, 2 or 3, or the former to false"
+        )
 
 
 def _sampling_faults(config: LaminarConfig) -> Iterator[str]:

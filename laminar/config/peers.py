@@ -147,6 +147,19 @@ PEER_NAMES: Mapping[str, str] = {
     "vllm_importance_sampling_cap": "trainer.correction.weight_max",
     "use_dynamic_sampling": "trainer.algorithm.options.filter_zero_variance",
     "dynamic_filtering": "trainer.algorithm.options.filter_zero_variance",
+    # adapters, and how a model is split over ranks
+    "lora_rank": "trainer.lora.rank",
+    "lora_r": "trainer.lora.rank",
+    "lora_alpha": "trainer.lora.alpha",
+    "lora_target_modules": "trainer.lora.targets",
+    "target_modules": "trainer.lora.targets",
+    "cpu_offload": "trainer.deepspeed.offload_optimizer",
+    "offload_optimizer_device": "trainer.deepspeed.offload_optimizer",
+    "optimizer_offload": "trainer.deepspeed.offload_optimizer",
+    "context_parallel_size": "trainer.sequence_parallel_size",
+    "ulysses_sequence_parallel_size": "trainer.sequence_parallel_size",
+    "ulysses_degree": "trainer.sequence_parallel_size",
+    "ring_attn_size": "trainer.sequence_parallel_size",
 }
 """Their name -> the full path of ours."""
 

@@ -10,8 +10,23 @@ from laminar.config.section import Plugin, Section
 class DeepSpeedConfig(Section):
     """`[trainer.deepspeed]`: how parameters, gradients and optimizer state are split over ranks."""
 
-    zero_stage: Literal[0, 1, 2] = 0
-    """0 replicates everything, 1 splits the optimizer state, 2 the gradients as well."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """0 replicates everything, 1 splits the optimizer state, 2 the gradients as well, 3 the parameters as well."""
+    max_whole_parameter: int = Field(100_000, ge=0)
+    """Under stage 3, parameters of at most so many numbers stay whole on every rank between steps."""
+    offload_optimizer: bool = False
+    """Keep the optimizer state in the host's memory, and update there; needs stage 1 or above."""
+
+
+class LoraConfig(Section):
+    """`[trainer.lora]`: train low-rank adapters instead of all weights; needs the extra `lora`."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float = Field(32.0, gt=0)
+    """An adapter's output is scaled by alpha / rank."""
+    targets: list[str] = Field(default_factory=list)
+    """Names, or ends of names, of the linear layers that get one, such as `q_proj`; empty: all but the output head."""
 
 
 class AlgorithmConfig(Plugin):
@@ -101,6 +116,9 @@ class TrainerConfig(Section):
     """How often a step goes through its mini-batches; advantages and proximal log-probs are made once, at batch start."""
     max_tokens_per_micro_batch: int = Field(8192, ge=1)
     """Most tokens, padding included, in one forward and backward pass."""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """So many ranks share each row, a stretch of its tokens each: for rows that one device has no room for. It divides
+    `num_ranks` and the model's attention heads; the micro-batch limit then holds for each rank's stretches."""
     share_prompts: bool = True
     """Compute a group's common prompt once in a forward pass; the gradient is the same."""
     learning_rate: float = Field(1e-6, gt=0)
@@ -139,4 +157,5 @@ class TrainerConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     spikes: SpikesConfig = SpikesConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    lora: LoraConfig = LoraConfig()
     emulated: EmulatedTrainerConfig = EmulatedTrainerConfig()

@@ -85,7 +85,7 @@ def ranks() -> "Iterator[Ranks]":
     alone.leave()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_two_ranks() -> Callable[..., None]:
     """Run a test file as two ranks: `FILE MODEL FOLDER PORT RANK`; both must end in order."""
 

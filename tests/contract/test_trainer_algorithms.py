@@ -91,7 +91,7 @@ SPLITS = {
 
 
 def weights(engine):
-    critic = {} if engine.critic is None else engine.critic.state_tensors()
+    critic = {} if engine.critic is None else dict(engine.critic.state_tensors())
     return dict(engine.state_tensors()) | {f"critic.{name}": tensor for name, tensor in critic.items()}
 
 

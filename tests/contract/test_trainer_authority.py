@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import redis
+import torch
 
 from laminar.config.root import LaminarConfig
 from laminar.experience.store import ExperienceStore
@@ -47,6 +48,9 @@ class Weights:
     def __init__(self):
         self.newest = None
 
+    def prepare(self, layout):
+        pass
+
     def publish(self, version, tensors, probe, wait=True):
         self.newest = version
         return SimpleNamespace(skipped=False, bytes=0, reason="")
@@ -64,6 +68,12 @@ class Session:
     def __init__(self, folder, during):
         self.spool, self.saved_step, self.during = ReplaySpool(folder), 0, during
         self.keeps = lambda group: True
+
+    def state_tensors(self):
+        yield "w", torch.zeros(1)
+
+    def state_shapes(self):
+        yield "w", torch.empty(1, device="meta")
 
     def train(self, groups, step, oldest_trained=None):
         skipped = self.during(step)
@@ -97,7 +107,7 @@ def train_through(tmp_path, client, make_run, trajectory_maker):
         store = ExperienceStore(client, "r")
         run = await make_run(PROMPTS, opened=False, store=store, **SETTINGS)
         done, weights, session = asyncio.Event(), Weights(), Session(tmp_path / "checkpoints", during)
-        publisher = WeightPublisher(weights, lambda: iter(()))
+        publisher = WeightPublisher(weights, session)
         telemetry = TelemetryWriter(client, "r", "trainer-0")
 
         async def refill():

@@ -71,7 +71,7 @@ def calm_steps(engine, algorithm):
 
 
 def state(engine):
-    critic = {} if engine.critic is None else engine.critic.state_tensors()
+    critic = {} if engine.critic is None else dict(engine.critic.state_tensors())
     tensors = dict(engine.state_tensors()) | engine.optimizer_tensors() | {f"critic.{n}": t for n, t in critic.items()}
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 

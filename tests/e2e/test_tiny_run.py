@@ -46,7 +46,7 @@ def test_a_fast_producer_never_breaks_the_bound(start, bound):
 def test_trajectory_mode_with_two_workers_and_two_trainer_ranks_runs_to_the_end(start):
     run = start(
         "run.max_steps=6", "rollout.num_workers=2", "rollout.weight_update=trajectory", "trainer.num_ranks=2",
-        "trainer.deepspeed.zero_stage=1", "staleness.max_staleness=2",
+        "trainer.deepspeed.zero_stage=3", "staleness.max_staleness=2",
         "trainer.algorithm.options.filter_zero_variance=false",
     )  # fmt: skip
     assert run.wait(240) == 0, run.text()

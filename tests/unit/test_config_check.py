@@ -114,6 +114,11 @@ def test_the_defaults_are_right_without_a_word(folder):
         ("rollout.sampling.top_p = 0.9", "`rollout.sampling.top_p` is 0.9: grpo needs the exact log-probs"),
         ("rollout.sampling.top_k = 50", "`rollout.sampling.top_k` is 50: grpo needs the exact log-probs"),
         ("rollout.engine.tensor_parallel_size = 2", "the torch engine does not split a model"),
+        (
+            "trainer.num_ranks = 3\ntrainer.sequence_parallel_size = 2",
+            "`trainer.sequence_parallel_size` is 2, which does not divide `trainer.num_ranks` = 3",
+        ),
+        ("trainer.deepspeed.offload_optimizer = true", "set the stage to 1, 2 or 3, or the former to false"),
         ('rollout.engine.kind = "sglan"', "`rollout.engine.kind` is 'sglan': did you mean sglang?"),
         ('experience.sampler = "lifo"', "`experience.sampler` is 'lifo': did you mean fifo?"),
         (
@@ -199,6 +204,14 @@ def test_twenty_four_trajectories_are_accepted_on_any_number_of_ranks(folder, nu
 
 def test_staleness_zero_is_accepted(folder):
     assert warnings(folder, "staleness.max_staleness = 0") == []
+
+
+def test_a_row_longer_than_a_rank_holds_is_accepted_if_ranks_share_it(folder):
+    text = (
+        "trainer.max_tokens_per_micro_batch = 1000\nrollout.max_new_tokens = 500\nrollout.engine.max_cached_tokens = 4000\n"
+    )
+    assert "`trainer.max_tokens_per_micro_batch` is 1000" in refusal(folder, text)
+    assert warnings(folder, text + "trainer.num_ranks = 2\ntrainer.sequence_parallel_size = 2") == []
 
 
 def test_all_faults_are_told_at_once(folder):

@@ -88,7 +88,7 @@ def test_a_missing_file_is_named_and_without_another_checkpoint_it_is_an_error(t
     (final / "model" / "shard_0").unlink()
     with pytest.raises(ConfigError, match="shard_0 is missing"):
         read_manifest(final)
-    with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged"):
+    with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged \(.*shard_0 is missing\): restore that file"):
         find_latest(tmp_path)
 
 
@@ -99,6 +99,6 @@ def test_a_new_run_has_no_checkpoint(tmp_path):
 def test_another_format_version_is_refused(tmp_path):
     final = save(tmp_path, 10)
     manifest = final / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(ConfigError, match="format version 2"):
+    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 3'))
+    with pytest.raises(ConfigError, match="format version 3"):
         read_manifest(checkpoint_path(tmp_path, 10))
