@@ -142,7 +142,7 @@ class Fleet:
             if role.done() and not role.cancelled() and (error := role.exception()) is not None:
                 raise error
         if restarts := sum(replica.restarts for replica in self.replicas):
-            raise EngineError(f"{restarts} engines were restarted: the machine does not keep up; take a smaller time factor")
+            raise EngineError(f"{restarts} engine restarts: this machine does not keep up; take a smaller time factor")
 
     def latencies(self) -> dict[str, float]:
         """Seconds that each ended trajectory was generated for."""
