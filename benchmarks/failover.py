@@ -156,15 +156,22 @@ class Judge:
 
 async def kill_some(fleet: Fleet, num_kills: int, draw: random.Random) -> int:
     """Kill engines one after another; returns how many requests they were running, in all."""
-    running = 0
-    for _ in range(num_kills):
-        while not (alive := [i for i in sorted(fleet.handles) if fleet.handles[i].returncode is None]):  # noqa: ASYNC110
+    running = num_killed = 0
+    while num_killed < num_kills:
+        alive = [i for i in sorted(fleet.handles) if fleet.handles[i].returncode is None]
+        if not alive:
             await asyncio.sleep(0.05)  # no event tells: processes start by themselves
+            continue
         victim = draw.choice(alive)
         handle = fleet.handles[victim]
         assert isinstance(handle, EngineProcess)
-        running += len(fleet.replicas[victim].berths.occupants)
-        os.kill(handle.pid, signal.SIGKILL)
+        num_open = len(fleet.replicas[victim].berths.occupants)
+        try:
+            os.kill(handle.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            await asyncio.sleep(0.05)  # the last kill's, whose end nobody has noticed yet
+            continue
+        num_killed, running = num_killed + 1, running + num_open
         await asyncio.sleep(PAUSE_SECONDS * draw.uniform(0.5, 1.5))
     return running
 

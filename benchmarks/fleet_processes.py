@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="4 replicas only")
     parser.add_argument("--replicas", type=int, nargs="+", help="sizes of the runs")
     flags = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; its run is ended too"))
     arms = measure_all(flags.replicas or ([4] if flags.quick else [2, 6]))
     each = arms[-1]["cpu_milliseconds_a_second_and_replica"]
     value = sum(each.get(kind, 0.0) for kind in ("worker", "manager", "supervisor"))

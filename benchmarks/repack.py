@@ -59,7 +59,11 @@ def settings(model: Path, *, repack: bool, time_factor: float, num_replicas: int
                 "max_in_flight_groups": GROUPS_EACH,
                 "weight_update": "trajectory",
                 "max_hold_seconds": 1000,
-                "engine": {"kind": "emulated", "max_running": 256, "max_cached_tokens": CAPACITY_TOKENS // TOKEN_SCALE},
+                "engine": {
+                    "kind": "emulated",
+                    "max_running": GROUP_SIZE * GROUPS_EACH,  # a destination's steps are no slower than a full replica's
+                    "max_cached_tokens": CAPACITY_TOKENS // TOKEN_SCALE,
+                },
                 "repack": {"enabled": repack, "interval_seconds": 5.0 / time_factor, "headroom_tokens": 512 // TOKEN_SCALE},
             },
             "trainer": {
