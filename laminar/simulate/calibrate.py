@@ -89,7 +89,9 @@ def calibrated(setting: Setting, observed: Observed) -> Setting:
     )
     trainer = setting.cluster.trainer
     if observed.step_seconds:
-        tokens_per_second = workload.mean_step_tokens / statistics.fmean(observed.step_seconds) / trainer.num_gpus
+        answers = workload.prompts_per_step * workload.group_size
+        tokens = answers * (workload.mean_sampled_tokens + workload.given_tokens)
+        tokens_per_second = tokens / statistics.fmean(observed.step_seconds) / trainer.num_gpus
         trainer = replace(trainer, tokens_per_second=tokens_per_second, mini_batch_seconds=0.0, step_seconds=())
     setting = replace(setting, workload=workload, cluster=replace(setting.cluster, trainer=trainer))
     if observed.seconds_per_token <= 0:

@@ -50,7 +50,7 @@ class SimulatedEngine:
         self._fixed, self._by_token = engine.step_costs()
         self._ends: list[tuple[float, int, Request]] = []
         self._numbers = count()
-        self._steps, self._debt, self._since = 0.0, 0.0, 0.0
+        self._steps, self._debt, self._since, self._planned = 0.0, 0.0, 0.0, 0.0
         self._generation = 0
         self._is_paused = False
         self.running: dict[Request, None] = {}
@@ -110,8 +110,12 @@ class SimulatedEngine:
             self._prefill(self.context)
         self._go_on()
 
-    def settle(self) -> None:
-        """Bring everything up to the present."""
+    def settle(self, *, planned: bool = False) -> None:
+        """Bring everything up to the present.
+
+        Args:
+            planned: what was planned has come to pass undisturbed, so the number of steps is known.
+        """
         elapsed = self._env.now - self._since
         self._since = self._env.now
         if self._is_paused or not self.running or elapsed <= 0:
@@ -120,7 +124,8 @@ class SimulatedEngine:
         share = self.context / self._engine.capacity_tokens
         paid = min(self._debt, elapsed)
         self._debt -= paid
-        steps = self._steps_in(elapsed - paid)
+        steps = self._planned if planned else self._steps_in(elapsed - paid)
+        self._planned -= steps
         self.kv_seconds += elapsed * share + (elapsed - paid) * steps * len(self.running) / 2 / self._engine.capacity_tokens
         self._advance(steps)
 
@@ -206,13 +211,14 @@ class SimulatedEngine:
         steps = max(0.0, end - self._steps)
         if n > 1:
             steps = min(steps, max(0.0, math.floor((self._engine.capacity_tokens - self.context) / n)) + 1)
+        self._planned = steps
         timer = self._env.timeout(self._debt + self._seconds_for(steps), self._generation)
         assert timer.callbacks is not None
         timer.callbacks.append(self._on_timer)
 
     def _on_timer(self, event: Event) -> None:
         if event.value == self._generation:
-            self.settle()
+            self.settle(planned=True)
             self._go_on()
 
     def _seconds_for(self, steps: float) -> float:

@@ -1,5 +1,6 @@
 """A run's settings as a simulation: the run says what is played and by which rules, `[simulate]` how fast everything is."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,9 +38,25 @@ class Setting:
         return self.cluster.num_gpus
 
     def with_split(self, train_gpus: int, num_replicas: int) -> "Setting":
-        """The same on other numbers of GPUs; a replica's share of the groups in flight follows."""
+        """The same on other numbers of GPUs."""
         trainer = replace(self.cluster.trainer, num_gpus=train_gpus)
         return replace(self, cluster=replace(self.cluster, trainer=trainer, num_replicas=num_replicas))
+
+    def with_even_shares(self) -> "Setting":
+        """The same with no replica allowed more groups than its share of all that may be outstanding.
+
+        Whoever asks first gets as many groups as it has room for: with more room than that, the last replicas get none.
+        """
+        share = math.ceil(min(self.most_outstanding, 1e9) / self.cluster.num_replicas)
+        limit = min(self.system.max_in_flight_groups, share)
+        return replace(self, system=replace(self.system, max_in_flight_groups=limit))
+
+    @property
+    def most_outstanding(self) -> float:
+        """Groups that may be outstanding at once, by staleness and by the buffer's capacity."""
+        bound, capacity = self.system.max_staleness, self.system.max_outstanding_groups
+        by_bound = math.inf if bound is None else (bound + 1) * self.workload.prompts_per_step
+        return min(by_bound, math.inf if capacity is None else capacity)
 
 
 def setting_of(config: LaminarConfig) -> Setting:

@@ -4,7 +4,7 @@
 played, and the best of those wins. Pure but for the playing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from laminar.errors import ConfigError
 from laminar.simulate.from_config import Setting
 from laminar.simulate.recorder import Outcome
 from laminar.simulate.simulation import simulate
-from laminar.simulate.system import System
 from laminar.simulate.workload import Workload
 
 NUM_PLAYED = 3
@@ -42,43 +41,54 @@ class Split:
         return max(self.train_seconds, self.generate_seconds)
 
 
-def train_seconds(setting: Setting, num_gpus: int) -> float:
-    """Of one step, the publishing stall included."""
-    trainer = setting.with_split(num_gpus, 1).cluster.trainer
-    return trainer.seconds(setting.workload.mean_step_tokens, 0) + setting.cluster.transfers.publish_seconds
+class Estimates:
+    """Both times of a setting's splits in closed form.
 
-
-def generate_seconds(setting: Setting, num_replicas: int) -> float:
-    """Of one step's trajectories on replicas that are never short of work.
-
-    As many requests run as the cache, the engine, the in-flight limit and the staleness bound let; their contexts have the
-    mean over a trajectory's life, in which long ones count for longer: prompt + E[L^2] / 2 E[L].
+    Args:
+        setting: whose split does not matter.
     """
-    workload, engine, system = setting.workload, setting.cluster.engine, setting.system
-    context = workload.given_tokens + mean_running_tokens(workload)
-    bounds = [
-        float(engine.max_running),
-        engine.capacity_tokens / context,
-        float(system.max_in_flight_groups * workload.group_size),
-        _outstanding(system, workload) * workload.group_size / num_replicas,
-    ]
-    running = max(1.0, min(bounds))
-    step = engine.step_seconds(running, running * context)
-    prefill = workload.given_tokens / workload.group_size / engine.prefill_tokens_per_second
-    num = workload.prompts_per_step * workload.group_size / num_replicas
-    return num * (workload.mean_sampled_tokens * step / running + prefill)
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._sampled, self._running = mean_lengths(setting.workload)
+
+    def split(self, train_gpus: int, num_replicas: int) -> Split:
+        """A split with its times."""
+        return Split(train_gpus, num_replicas, self.train_seconds(train_gpus), self.generate_seconds(num_replicas))
+
+    def train_seconds(self, num_gpus: int) -> float:
+        """Of one step, the publishing stall included."""
+        workload, cluster = self._setting.workload, self._setting.cluster
+        tokens = workload.prompts_per_step * workload.group_size * (self._sampled + workload.given_tokens)
+        return replace(cluster.trainer, num_gpus=num_gpus).seconds(tokens, 0) + cluster.transfers.publish_seconds
+
+    def generate_seconds(self, num_replicas: int) -> float:
+        """Of one step's trajectories on replicas that are never short of work.
+
+        As many requests run as the cache, the engine, the in-flight limit and the staleness bound let; their contexts have
+        the mean over a trajectory's life, in which long ones count for longer: prompt + E[L^2] / 2 E[L].
+        """
+        setting = self._setting
+        workload, engine = setting.workload, setting.cluster.engine
+        context = workload.given_tokens + self._running
+        running = min(
+            float(engine.max_running),
+            engine.capacity_tokens / context,
+            float(setting.system.max_in_flight_groups * workload.group_size),
+            setting.most_outstanding * workload.group_size / num_replicas,
+        )
+        running = max(1.0, running)
+        step = engine.step_seconds(running, running * context)
+        prefill = workload.given_tokens / workload.group_size / engine.prefill_tokens_per_second
+        num = workload.prompts_per_step * workload.group_size / num_replicas
+        return num * (self._sampled * step / running + prefill)
 
 
-def mean_running_tokens(workload: Workload) -> float:
-    """Mean sampled tokens of a trajectory that is looked at at a random moment of its life."""
+def mean_lengths(workload: Workload) -> tuple[float, float]:
+    """Mean sampled tokens of a trajectory, and of one that is looked at at a random moment of its life, E[L^2] / 2 E[L]."""
     shares = (np.arange(4000) + 0.5) / 4000
     lengths = np.minimum(workload.lengths.quantiles(shares), workload.max_new_tokens)
-    return float((lengths**2).mean() / (2 * lengths.mean()))
-
-
-def _outstanding(system: System, workload: Workload) -> float:
-    bound = float("inf") if system.max_staleness is None else (system.max_staleness + 1.0) * workload.prompts_per_step
-    return bound if system.max_outstanding_groups is None else min(bound, float(system.max_outstanding_groups))
+    return float(lengths.mean()), float((lengths**2).mean() / (2 * lengths.mean()))
 
 
 def all_splits(setting: Setting, num_gpus: int) -> list[Split]:
@@ -87,13 +97,8 @@ def all_splits(setting: Setting, num_gpus: int) -> list[Split]:
     Raises:
         ConfigError: if there is none.
     """
-    each = setting.cluster.engine.num_gpus
-    splits = []
-    for num_replicas in range(1, (num_gpus - 1) // each + 1):
-        train_gpus = num_gpus - num_replicas * each
-        splits.append(
-            Split(train_gpus, num_replicas, train_seconds(setting, train_gpus), generate_seconds(setting, num_replicas))
-        )
+    each, estimates = setting.cluster.engine.num_gpus, Estimates(setting)
+    splits = [estimates.split(num_gpus - n * each, n) for n in range(1, (num_gpus - 1) // each + 1)]
     if not splits:
         raise ConfigError(f"{num_gpus} GPUs are too few: a replica needs {each}, and the trainer at least one")
     return sorted(splits, key=lambda split: (split.seconds, split.num_replicas))
@@ -104,7 +109,7 @@ def best_split(setting: Setting, num_gpus: int) -> tuple[Split, Outcome, list[Sp
     splits = all_splits(setting, num_gpus)
     played = []
     for split in spread(splits):
-        outcome = play(setting.with_split(split.train_gpus, split.num_replicas))
+        outcome = play(setting.with_split(split.train_gpus, split.num_replicas).with_even_shares())
         played.append((outcome.tokens_per_second, split, outcome))
     _, split, outcome = max(played, key=lambda entry: entry[0])
     return split, outcome, splits

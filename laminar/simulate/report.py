@@ -53,7 +53,8 @@ def advice_lines(advice: Advice) -> list[str]:
     bound = "unbounded" if advice.bound is None else advice.bound
     return [
         f"For {advice.num_gpus} GPUs: trainer.num_ranks = {split.train_gpus}, rollout.num_workers = {split.num_replicas}, "
-        f"staleness.max_staleness = {bound}: {advice.outcome.tokens_per_second:,.0f} tokens/s.",
+        f"rollout.max_in_flight_groups = {advice.max_in_flight_groups}, staleness.max_staleness = {bound}: "
+        f"{advice.outcome.tokens_per_second:,.0f} tokens/s.",
         f"Why: {advice.reason}",
     ]
 
@@ -77,6 +78,7 @@ def as_json(rows: Sequence[Row], advices: Sequence[Advice]) -> dict[str, Any]:
                 "train_gpus": advice.split.train_gpus,
                 "num_replicas": advice.split.num_replicas,
                 "max_staleness": advice.bound,
+                "max_in_flight_groups": advice.max_in_flight_groups,
                 "train_seconds": advice.split.train_seconds,
                 "generate_seconds": advice.split.generate_seconds,
                 "tokens_per_second": advice.outcome.tokens_per_second,

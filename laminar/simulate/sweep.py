@@ -38,6 +38,7 @@ class Advice:
         num_gpus: for which.
         split: of them.
         bound: of staleness; None: unbounded.
+        max_in_flight_groups: of a replica: no more than its share, so that nobody goes short.
         outcome: with both.
         reason: in words.
     """
@@ -45,6 +46,7 @@ class Advice:
     num_gpus: int
     split: Split
     bound: int | None
+    max_in_flight_groups: int
     outcome: Outcome
     reason: str
 
@@ -90,7 +92,8 @@ def simulate_rows(
             rows.append(Row(label, setting, play(setting)))
         for num_gpus in totals:
             split, outcome, _ = best_split(setting, num_gpus)
-            rows.append(Row(label, setting.with_split(split.train_gpus, split.num_replicas), outcome))
+            played = setting.with_split(split.train_gpus, split.num_replicas).with_even_shares()
+            rows.append(Row(label, played, outcome))
     return rows
 
 
@@ -99,11 +102,14 @@ def advise(load: Callable[[Sequence[str]], LaminarConfig], num_gpus: int, adapt:
     setting = adapt(setting_of(load(())))
     split, _, splits = best_split(setting, num_gpus)
     outcomes: dict[int | None, Outcome] = {}
+    shares: dict[int | None, Setting] = {}
     for bound in DEFAULT_BOUNDS:
-        bounded = adapt(setting_of(load((f"{BOUND}={bound}",))))
-        outcomes[bound] = play(bounded.with_split(split.train_gpus, split.num_replicas))
+        bounded = adapt(setting_of(load((f"{BOUND}={bound}",)))).with_split(split.train_gpus, split.num_replicas)
+        shares[bound] = bounded.with_even_shares()
+        outcomes[bound] = play(shares[bound])
     bound = best_bound({bound: outcome.tokens_per_second for bound, outcome in outcomes.items()})
-    return Advice(num_gpus, split, bound, outcomes[bound], _reason(setting, split, splits, outcomes, bound))
+    in_flight = shares[bound].system.max_in_flight_groups
+    return Advice(num_gpus, split, bound, in_flight, outcomes[bound], _reason(setting, split, splits, outcomes, bound))
 
 
 def _reason(
@@ -123,4 +129,9 @@ def _reason(
     best = max(outcome.tokens_per_second for outcome in outcomes.values())
     bounds = ", ".join(f"{k}: {100 * o.tokens_per_second / best:.0f} %" for k, o in outcomes.items())
     texts.append(f"throughput by staleness bound, of the best: {bounds}; {bound} is the smallest that keeps 97 %")
+    played = outcomes[bound]
+    texts.append(
+        f"played with it, the trainer waits {100 * played.trainer_idle_share:.0f} % of the time, and replicas are empty "
+        f"{100 * played.rollout_idle_share:.0f} %"
+    )
     return "; ".join(texts) + "."

@@ -66,11 +66,6 @@ class Workload:
         shares = (np.arange(4000) + 0.5) / 4000
         return float(np.minimum(self.lengths.quantiles(shares), self.max_new_tokens).mean())
 
-    @property
-    def mean_step_tokens(self) -> float:
-        """Mean tokens of a batch, given ones included."""
-        return self.prompts_per_step * self.group_size * (self.mean_sampled_tokens + self.given_tokens)
-
 
 class Draws:
     """Lengths and environment times, drawn in blocks from one seeded stream for each.

@@ -107,7 +107,9 @@ def test_a_split_is_rated_by_the_slower_of_its_two_sides(config):
     assert [split.seconds for split in splits] == sorted(split.seconds for split in splits)
     one = next(split for split in splits if split.train_gpus == 1)
     assert one.train_seconds == pytest.approx(
-        setting.workload.mean_step_tokens / 2000 + 0.1 + 2e9 / setting.cluster.transfers.publish_bytes_per_second
+        8 * (setting.workload.mean_sampled_tokens + 10) / 2000
+        + 0.1
+        + 2e9 / setting.cluster.transfers.publish_bytes_per_second
     )
     assert one.generate_seconds < next(split for split in splits if split.train_gpus == 3).generate_seconds
 
