@@ -38,6 +38,8 @@ from rollout.tools.calls import ParsedTurn
 logger = logging.getLogger("laminar.rollout.gateway")
 
 _MAX_BODY_BYTES = 64 * 1024**2
+_CLOSE_SECONDS = 1.0
+"""How long calls may still be answered when it closes; their trajectories are over."""
 Parse = Callable[[str], ParsedTurn]
 
 
@@ -103,7 +105,7 @@ class Gateway:
                 web.get("/v1/models", self._models),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner

@@ -26,6 +26,8 @@ _KINDS = {
 }
 """By the package's type of error; `TaskError` depends on what the task was at."""
 
+_CLOSE_SECONDS = 10.0
+
 
 class VerifiersDriver:
     """Runs one environment, many episodes at once.
@@ -56,10 +58,12 @@ class VerifiersDriver:
         return _rewards(await self._environment.run_episode(self._task(task), context))
 
     async def close(self) -> None:
-        """End the shared servers."""
+        """End the shared servers, in bounded time."""
         if self._serving is not None:
             self._end.set()
-            await self._serving
+            _, pending = await asyncio.wait({self._serving}, timeout=_CLOSE_SECONDS)
+            for serving in pending:
+                serving.cancel()
 
     def _task(self, task: Task) -> Any:
         data = task.prompt.fields.get(self._options.task_field)

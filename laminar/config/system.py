@@ -75,7 +75,7 @@ class EnvironmentConfig(Plugin):
     """`[environment]`: what an episode plays against."""
 
     kind: str = "single_turn"
-    """`single_turn`, or `"package.module:Attr"`."""
+    """`single_turn`, `tools`, `agent`, `gymnasium`, `textarena`, `verifiers`, `remote`, or `"package.module:Attr"`."""
     wall_seconds: float = Field(600, gt=0)
     """Budget of one episode, environment and reward included."""
     max_turns: int | None = Field(None, ge=1)

@@ -26,7 +26,7 @@ from rollout.environments.remote_wire import (
     read_step,
 )
 
-_FIRST_PAUSE_SECONDS = 0.2
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _CLOSE_SECONDS = 5.0
 _BUSY = (429, 502, 503, 504)
 """Statuses of servers, and of what stands before them, that have not begun with the call."""
@@ -100,7 +100,7 @@ class Remote:
                 if tries > self._options.retries or (was_received and not self._options.answers_once):
                     text = f"{name} at {self._options.url} failed {tries} times; the last: {type(error).__name__}: {error}"
                     raise EpisodeError(FailureKind.ENVIRONMENT, text) from error
-            await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2 ** (tries - 1))
+            await asyncio.sleep(min(_FIRST_PAUSE_SECONDS * 2 ** (tries - 1), _LONGEST_PAUSE_SECONDS))
 
     async def _post(self, name: str, body: Body) -> tuple[int, str]:
         assert self._session is not None

@@ -77,7 +77,7 @@ class EnvironmentServer:
         """Listen meanwhile; yields the URL."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.add_routes([web.post(f"/{name}", self._handle) for name in ("reset", "step", "close")])
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
         await runner.setup()
         await web.TCPSite(runner, host, port).start()
         sweep = asyncio.create_task(self._sweep())
