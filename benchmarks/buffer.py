@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks.buffer_peer import measure_peer
 from benchmarks.buffer_sides import GROUP_SIZE, Cost, Producers, Side, make_trajectory, run_bare, run_ours, run_pickle
-from laminar.allocator import keep_freed_memory
+from laminar.allocator import exempt_from_collection, keep_freed_memory
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.prompts import PromptPool
@@ -60,7 +60,7 @@ class Plan:
     deadline_seconds: float
 
 
-QUICK = Plan({200: 2048, 16_000: 384}, 3, 20_000, 12.0)
+QUICK = Plan({200: 4096, 16_000: 384}, 3, 20_000, 12.0)
 FULL = Plan({200: 16_384, 16_000: 1024}, 5, 100_000, 1e9)
 
 
@@ -207,6 +207,7 @@ def main() -> int:
     options = parser.parse_args()
     plan = QUICK if options.quick else FULL
     keep_freed_memory()
+    exempt_from_collection()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder, EmbeddedServer(Path(folder)) as server:
         sides = measure_sides(server, plan)

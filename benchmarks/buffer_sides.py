@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import redis
 
-from laminar.allocator import keep_freed_memory
+from laminar.allocator import exempt_from_collection, keep_freed_memory
 from laminar.codec import encode_trajectory
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
@@ -215,6 +215,7 @@ def _consume_stream(
 def _serve(pipe: Connection) -> None:
     """A producer process."""
     keep_freed_memory()
+    exempt_from_collection()
     works = {"ours": _produce_ours, "bare": _produce_bare, "pickle": _produce_pickle}
     while True:
         work, share = pipe.recv()
@@ -269,6 +270,7 @@ def _produce_pickle(pipe: Connection, url: str, key: str, count: int, num_tokens
 
 async def _read_share(url: str, run_id: str, groups: list[str]) -> float:
     keep_freed_memory()
+    exempt_from_collection()
     client = await connect(url)
     started = time.perf_counter()
     await ExperienceBuffer(ExperienceStore(client, run_id)).fetch(groups)

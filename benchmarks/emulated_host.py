@@ -48,6 +48,7 @@ class Host:
             time_factor=flags.time_factor,
             token=flags.token,
             run_id=flags.run_id,
+            stream_interval=flags.stream_interval,
         )
         self._servers.append(server)
         return {"number": len(self._servers) - 1, "url": await server.start()}

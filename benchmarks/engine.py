@@ -47,11 +47,11 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 
 def run_engine(engine: TorchEngine, case: Case) -> None:
     """Answer all requests of a case; nothing is shared with an earlier run."""
-    engine.flush_cache()
+    engine.book.flush_cache()
     for place, (prompt, length) in enumerate(zip(*case, strict=True)):
         sampling = SamplingWire(max_new_tokens=length, sampling_seed=place, ignore_eos=True)
         engine.add(GenerateWire(input_ids=prompt, rid=f"r{place}", sampling_params=sampling))
-    while engine.has_work:
+    while engine.book.has_work:
         engine.step()
 
 

@@ -8,7 +8,6 @@ end within 55 s, at least one.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -21,18 +20,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import redis
-
-from laminar.cluster.processes import end_processes, marked_processes
+from benchmarks.run_audit import history_problems
+from benchmarks.run_processes import kill_role, told_roles, told_steps
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import read_lines
-from trainer.audit import audit_run
-from trainer.spool import ReplaySpool
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLES = ("worker", "engine", "trainer", "relay", "redis")
 MAX_STEPS = 30
-TRAINED = MAX_STEPS * 8 * 8
+STEP_TRAJECTORIES = 8 * 8
 SETTINGS = (
     f"run.max_steps={MAX_STEPS}",
     "checkpoint.every_steps=4",
@@ -92,84 +87,25 @@ class Round:
         """Whether the run got there; at step 0, whether its trainer was started."""
         while run.poll() is None and time.monotonic() < started + RUN_SECONDS:
             folder = self._folder
-            if folder is not None and ("trainer-0" in self._roles(folder) if step == 0 else last_step(folder) >= step):
+            if folder is not None and (
+                "trainer-0" in told_roles(folder) if step == 0 else max(told_steps(folder), default=0) >= step
+            ):
                 return True
             time.sleep(0.02)
         return False
 
-    def _roles(self, folder: RunFolder) -> dict[str, int]:
-        with contextlib.suppress(FileNotFoundError):
-            return folder.read_state().roles
-        return {}
-
     def _kill(self, role: str) -> None:
-        folder, deadline = self._folder, time.monotonic() + APPEAR_SECONDS
+        folder = self._folder
         assert folder is not None
-        while time.monotonic() < deadline:
-            for pid in self._pids(folder, role):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    self.killed.append(role)
-                    return
-            time.sleep(0.02)
-
-    def _pids(self, folder: RunFolder, role: str) -> list[int]:
-        named = {"worker": "rollout-0", "trainer": "trainer-0", "relay": "relay-0"}
-        if role in named:
-            pid = self._roles(folder).get(named[role])
-            return [] if pid is None else [pid]
-        if role == "redis":
-            return server_pids(folder)
-        found = []
-        for pid in marked_processes(folder.path.name):
-            with contextlib.suppress(OSError):
-                if b"rollout.engines.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+        if kill_role(folder, role, APPEAR_SECONDS):
+            self.killed.append(role)
 
     def _audit(self) -> None:
         folder = self._folder
         if folder is None:
             return
-        if left := marked_processes(folder.path.name):
-            self.problems.append(f"{len(left)} processes outlived the run")
-            end_processes(folder.path.name, 10.0)
         rows = (ROOT / "models" / "tiny" / "train.jsonl").read_text().splitlines()
-        audit = audit_run(folder.checkpoints, len(rows))
-        steps = [line["step"] for line in read_lines(folder.metrics) if line["kind"] == "step"]
-        digests = {line["step"]: line["batch"] for line in read_lines(folder.metrics) if line["kind"] == "step"}
-        if not audit.counters.is_balanced or audit.counters.trained != TRAINED:
-            self.problems.append(f"the counters do not add up: {audit.counters}")
-        if audit.num_steps != MAX_STEPS or audit.missing_steps:
-            self.problems.append(f"{audit.num_steps} of {MAX_STEPS} steps are in the history")
-        if steps != list(range(1, MAX_STEPS + 1)):
-            self.problems.append(f"metrics.jsonl holds the steps {steps}")
-        self.problems += [f"prompt {place} was trained twice" for place in audit.twice]
-        self.problems += [f"prompt {place} was lost" for place in audit.unaccounted]
-        self.problems += differing_batches(folder, digests)
-
-
-def server_pids(folder: RunFolder) -> list[int]:
-    """The Redis server, if it answers; it overwrites its environment, so it does not carry the run's mark."""
-    with contextlib.suppress(redis.RedisError, ValueError), redis.Redis.from_url(folder.read_state().redis_url) as client:
-        return [int(client.info("server")["process_id"])]
-    return []
-
-
-def last_step(folder: RunFolder) -> int:
-    """The newest step in `metrics.jsonl`."""
-    lines = read_lines(folder.metrics) if folder.metrics.exists() else []
-    return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
-
-
-def differing_batches(folder: RunFolder, digests: dict[int, str]) -> list[str]:
-    """Steps whose logged batch is not the one in the committed history."""
-    history = ReplaySpool(folder.checkpoints).history()
-    return [
-        f"step {entry.step} trained {entry.batch}, metrics.jsonl says {digests[entry.step]}"
-        for entry in history
-        if digests.get(entry.step, entry.batch) != entry.batch
-    ]
+        self.problems += history_problems(folder, len(rows), num_steps=MAX_STEPS, step_trajectories=STEP_TRAJECTORIES)
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.machines import Machines
 from laminar.experience.server import EmbeddedServer
 from laminar.types import WeightVersion
 from relay.link import Credentials
@@ -78,9 +79,20 @@ def open_node(root: Path, index: int) -> VersionStore:
 
 @contextmanager
 def running_chain(
-    tensors: list[tuple[str, torch.Tensor]], num_relays: int, *, bytes_per_second: float | None = None
+    tensors: list[tuple[str, torch.Tensor]],
+    num_relays: int,
+    *,
+    bytes_per_second: float | None = None,
+    machines: Machines | None = None,
 ) -> Iterator[Chain]:
-    """A chain whose first version has reached all; slots are allocated by then, and the piece length is chosen."""
+    """A chain whose first version has reached all; slots are allocated by then, and the piece length is chosen.
+
+    Args:
+        tensors: of the model.
+        num_relays: besides the master's.
+        bytes_per_second: limit of each relay's sending.
+        machines: where the relays run, one each; None: all here.
+    """
     context = multiprocessing.get_context("fork")
     with (
         tempfile.TemporaryDirectory() as data,
@@ -89,7 +101,7 @@ def running_chain(
     ):
         root = Path(folder)
         nodes = [
-            context.Process(target=run_node, args=(root, server.url, index, bytes_per_second), daemon=True)
+            context.Process(target=run_node, args=(root, server.url, index, bytes_per_second, machines), daemon=True)
             for index in range(num_relays + 1)
         ]
         for node in nodes:
@@ -107,18 +119,21 @@ def running_chain(
                 node.join()
 
 
-def run_node(root: Path, redis_url: str, index: int, bytes_per_second: float | None) -> None:
+def run_node(root: Path, redis_url: str, index: int, bytes_per_second: float | None, machines: Machines | None) -> None:
     """One relay's process."""
+    if machines is not None:
+        machines.enter(index)
+    host = "127.0.0.1" if machines is None else machines.host(index)
     logging.getLogger("laminar").setLevel(
         logging.ERROR
     )  # that relays end while others follow them is the end of a measurement
     keep_freed_memory()
     os.sched_setaffinity(0, {index % (os.cpu_count() or 1)})
-    asyncio.run(_run(root, redis_url, index, bytes_per_second))
+    asyncio.run(_run(root, redis_url, index, bytes_per_second, host))
 
 
-async def _run(root: Path, redis_url: str, index: int, bytes_per_second: float | None) -> None:
-    transport: Transport = ZmqTransport("127.0.0.1")
+async def _run(root: Path, redis_url: str, index: int, bytes_per_second: float | None, host: str) -> None:
+    transport: Transport = ZmqTransport(host)
     if bytes_per_second:
         transport = ShapedTransport(transport, bytes_per_second=bytes_per_second)
     store = open_node(root, index)

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy
 import redis
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,19 +29,34 @@ Reader = Callable[[Connection, int, int, str], None]
 """Says it is ready, waits for a word, reads everything, says it is done: (pipe, index, bytes, where)."""
 
 
-def _touched(num_bytes: int) -> torch.Tensor:
+Enter = Callable[[int], None]
+"""Moves a process onto the machine of that number; 0 is the sender's."""
+
+
+def stay(index: int) -> None:
+    """All on one machine."""
+
+
+def touched(num_bytes: int) -> torch.Tensor:
+    """Memory whose pages are there."""
     return torch.ones(num_bytes, dtype=torch.uint8)
 
 
-def _with_readers(
-    reader: Reader, num_readers: int, num_bytes: int, where: str, send: Callable[[], None], repeats: int
+def with_readers(
+    reader: Reader,
+    num_readers: int,
+    num_bytes: int,
+    where: str,
+    send: Callable[[], None],
+    repeats: int,
+    enter: Enter = stay,
 ) -> float:
     """Best seconds of several rounds: all readers are told to read, `send` sends, and the last says it is done."""
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for index in range(num_readers):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_loop, args=(reader, theirs, index, num_bytes, where), daemon=True)
+        process = context.Process(target=_loop, args=(reader, theirs, index, num_bytes, where, enter), daemon=True)
         process.start()
         pipes.append(mine)
         processes.append(process)
@@ -63,7 +79,8 @@ def _with_readers(
             process.join()
 
 
-def _loop(reader: Reader, pipe: Connection, index: int, num_bytes: int, where: str) -> None:
+def _loop(reader: Reader, pipe: Connection, index: int, num_bytes: int, where: str, enter: Enter) -> None:
+    enter(index + 1)
     os.sched_setaffinity(0, {(index + 1) % (os.cpu_count() or 1)})
     torch.set_num_threads(1)
     reader(pipe, index, num_bytes, where)
@@ -77,7 +94,7 @@ def _expect(pipe: Connection) -> None:
 
 def raw_stream(num_bytes: int, repeats: int) -> float:
     """One TCP stream from touched memory into touched memory, on this machine's two cores."""
-    source = memoryview(_touched(num_bytes).numpy())
+    source = memoryview(touched(num_bytes).numpy())
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, port = server.getsockname()
         accepted: list[socket.socket] = []
@@ -88,7 +105,7 @@ def raw_stream(num_bytes: int, repeats: int) -> float:
             accepted[0].sendall(source)
 
         try:
-            return _with_readers(_read_socket, 1, num_bytes, f"{host} {port}", send, repeats)
+            return with_readers(_read_socket, 1, num_bytes, f"{host} {port}", send, repeats)
         finally:
             for connection in accepted:
                 connection.close()
@@ -96,7 +113,7 @@ def raw_stream(num_bytes: int, repeats: int) -> float:
 
 def _read_socket(pipe: Connection, index: int, num_bytes: int, where: str) -> None:
     host, port = where.split()
-    target = memoryview(_touched(num_bytes).numpy())
+    target = memoryview(touched(num_bytes).numpy())
     pipe.send("ready")
     connection = None
     while pipe.recv():
@@ -107,11 +124,15 @@ def _read_socket(pipe: Connection, index: int, num_bytes: int, where: str) -> No
         pipe.send("done")
 
 
-def redis_chunks(num_bytes: int, repeats: int) -> float:
+def redis_chunks(num_bytes: int, repeats: int, enter: Enter = stay, host: str = "") -> float:
     """16 MB values in the bundled Valkey: written once, read by each reader."""
-    source = memoryview(_touched(num_bytes).numpy())
+    source = memoryview(touched(num_bytes).numpy())
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer(Path(folder)) as server:
         client = redis.Redis.from_url(server.url)
+        where = server.url
+        if host:
+            client.config_set("bind", f"127.0.0.1 {host}")
+            where = server.tcp_url.replace("127.0.0.1", host)
         rounds = iter(range(repeats))
 
         def send() -> None:
@@ -119,12 +140,12 @@ def redis_chunks(num_bytes: int, repeats: int) -> float:
             for start in range(0, num_bytes, PIECE_BYTES):
                 client.set(f"{turn}:{start}", bytes(source[start : start + PIECE_BYTES]))
 
-        return _with_readers(_read_redis, NUM_READERS, num_bytes, server.url, send, repeats)
+        return with_readers(_read_redis, NUM_READERS, num_bytes, where, send, repeats, enter)
 
 
 def _read_redis(pipe: Connection, index: int, num_bytes: int, where: str) -> None:
     client = redis.Redis.from_url(where)
-    target = memoryview(_touched(num_bytes).numpy())
+    target = memoryview(touched(num_bytes).numpy())
     pipe.send("ready")
     turn = 0
     while pipe.recv():
@@ -138,7 +159,7 @@ def _read_redis(pipe: Connection, index: int, num_bytes: int, where: str) -> Non
 
 def disk_file(num_bytes: int, repeats: int) -> float:
     """A safetensors file on disk: saved, then loaded by each reader."""
-    source = {"a": _touched(num_bytes)}
+    source = {"a": touched(num_bytes)}
     with tempfile.TemporaryDirectory() as folder:
         rounds = iter(range(repeats))
 
@@ -147,11 +168,11 @@ def disk_file(num_bytes: int, repeats: int) -> float:
             save_file(source, path.with_suffix(".partial"))
             path.with_suffix(".partial").rename(path)
 
-        return _with_readers(_read_file, NUM_READERS, num_bytes, folder, send, repeats)
+        return with_readers(_read_file, NUM_READERS, num_bytes, folder, send, repeats)
 
 
 def _read_file(pipe: Connection, index: int, num_bytes: int, where: str) -> None:
-    target = _touched(num_bytes)
+    target = touched(num_bytes)
     pipe.send("ready")
     turn = 0
     while pipe.recv():
@@ -163,9 +184,9 @@ def _read_file(pipe: Connection, index: int, num_bytes: int, where: str) -> None
         pipe.send("done")
 
 
-def gloo_broadcast(num_bytes: int, repeats: int) -> float:
+def gloo_broadcast(num_bytes: int, repeats: int, enter: Enter = stay) -> float:
     """`torch.distributed.broadcast` by gloo among five processes."""
-    source = _touched(num_bytes)
+    source = touched(num_bytes)
     with tempfile.TemporaryDirectory() as folder:
         where = f"file://{folder}/meeting"
         joined: list[Any] = []
@@ -176,7 +197,8 @@ def gloo_broadcast(num_bytes: int, repeats: int) -> float:
             torch.distributed.broadcast(source, 0)
 
         try:
-            return _with_readers(_read_gloo, NUM_READERS, num_bytes, where, send, repeats + 1)  # the first round connects
+            # the first round connects
+            return with_readers(_read_gloo, NUM_READERS, num_bytes, where, send, repeats + 1, enter)
         finally:
             if joined:
                 torch.distributed.destroy_process_group()
@@ -188,7 +210,7 @@ def _join(where: str, rank: int) -> bool:
 
 
 def _read_gloo(pipe: Connection, index: int, num_bytes: int, where: str) -> None:
-    target = _touched(num_bytes)
+    target = touched(num_bytes)
     pipe.send("ready")
     pipe.recv()
     _join(where, index + 1)
@@ -198,8 +220,40 @@ def _read_gloo(pipe: Connection, index: int, num_bytes: int, where: str) -> None
         pipe.recv()
 
 
+def ray_object_store(num_bytes: int, repeats: int) -> float:
+    """`ray.put` once, `ray.get` by four actors of the same machine, each copying into touched memory."""
+    import ray
+
+    class Reader:  # defined here, so that it travels by value and its process imports no torch
+        def __init__(self) -> None:
+            self._target = numpy.ones(num_bytes, numpy.uint8)
+
+        def ready(self) -> bool:
+            return True
+
+        def read(self, references: list[Any]) -> None:
+            self._target[:] = ray.get(references[0])
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=(repeats + 1) * num_bytes)
+    source = touched(num_bytes).numpy()
+    try:
+        readers = [ray.remote(num_cpus=0)(Reader).remote() for _ in range(NUM_READERS)]
+        ray.get([reader.ready.remote() for reader in readers], timeout=2 * DEADLINE_SECONDS)
+        seconds = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            reference = ray.put(source)
+            ray.get([reader.read.remote([reference]) for reader in readers], timeout=DEADLINE_SECONDS)
+            seconds.append(time.perf_counter() - started)
+            del reference
+        return min(seconds)
+    finally:
+        ray.shutdown()
+
+
 PEERS: dict[str, Callable[[int, int], float]] = {
     "redis_chunks": redis_chunks,
     "disk_file": disk_file,
     "gloo_broadcast": gloo_broadcast,
+    "ray_object_store": ray_object_store,
 }

@@ -35,6 +35,7 @@ class Verb(enum.StrEnum):
     PAUSE = "pause"
     UNPAUSE = "unpause"
     SET = "set"
+    SCALE = "scale"
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,10 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
+    def has_state(self) -> bool:
+        """Whether a life of the run has begun; before its first, the folder only holds the config."""
+        return self._state.is_file()
+
     def read_state(self) -> RunState:
         """The state last written."""
         return RunState(**json.loads(self._state.read_text()))

@@ -8,6 +8,7 @@ Invariants: a file is only ever appended to, or deleted whole; a torn last membe
 """
 
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from typing import Any
 
 FORMAT_VERSION = 1
 STEPS = "steps.jsonl"
+MAX_STEPS_BYTES = 32 * 1024**2
+"""Size at which the older half of the steps is dropped; records of trajectories that old are gone as well."""
 
 Record = dict[str, Any]
 
@@ -114,6 +117,8 @@ class TrajectoryFolder:
         path = self._folder / STEPS
         if not path.exists():
             return
+        if path.stat().st_size < self._steps_read:
+            self._steps_read = 0  # it was cut; what was read stays known
         with path.open("rb") as file:
             file.seek(self._steps_read)
             for line in file:
@@ -171,7 +176,14 @@ def summarize(record: Record, file: str, member: int, line: int) -> Summary:
     )
 
 
-def append_step(folder: Path, step: int, group_ids: Sequence[str]) -> None:
-    """Note which groups a step trained."""
-    with (folder / STEPS).open("a") as file:
+def append_step(folder: Path, step: int, group_ids: Sequence[str], max_bytes: int = MAX_STEPS_BYTES) -> None:
+    """Note which groups a step trained; the older half goes when the file has grown too large."""
+    path = folder / STEPS
+    with path.open("a") as file:
         file.write(json.dumps({"format_version": FORMAT_VERSION, "step": step, "groups": list(group_ids)}) + "\n")
+        size = file.tell()
+    if size > max_bytes:
+        lines = path.read_bytes().splitlines(keepends=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(b"".join(lines[len(lines) // 2 :]))
+        os.replace(temporary, path)

@@ -92,6 +92,7 @@ class EvictionReason(enum.StrEnum):
     ORPHANED = "orphaned"
     FULLY_MASKED = "fully_masked"
     PAYLOAD_LOST = "payload_lost"
+    RECYCLED = "recycled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +240,19 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where an episode's time went; `started_at` in Unix seconds, the rest in seconds."""
+    """Where an episode's time went; `started_at` in Unix seconds, the rest in seconds.
+
+    Attributes:
+        phases: the first ones, for drawing: what went on, and from when to when, in seconds since the start. They stay with
+            who played the episode.
+    """
 
     started_at: float = 0.0
     generate_seconds: float = 0.0
     environment_seconds: float = 0.0
     reward_seconds: float = 0.0
     total_seconds: float = 0.0
+    phases: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +286,15 @@ class Trajectory:
             raise InvariantError(f"trajectory {self.trajectory_id}: needs exactly one of a reward and a failure")
         if self.reward is not None and not math.isfinite(self.reward):
             raise InvariantError(f"trajectory {self.trajectory_id}: reward {self.reward} is not finite")
-        if self.reward is not None and self.oldest is None:
+        if self.reward is not None and not self._is_sampled():
             raise InvariantError(f"trajectory {self.trajectory_id}: has a reward but no sampled token")
+
+    def _is_sampled(self) -> bool:
+        for chain in self.chains:
+            for segment in chain.segments:
+                if segment.version is not None and len(segment.token_ids):
+                    return True
+        return False
 
     def versions(self) -> list[WeightVersion]:
         """The versions of the sampled segments, in order."""

@@ -19,6 +19,7 @@ import xxhash
 
 from laminar.errors import RelayError
 from laminar.types import WeightVersion
+from relay.probe import Probe
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,7 @@ class Manifest:
         file_bytes: length of `model.safetensors`.
         chunk_bytes: length of a checksummed piece; the last one may be shorter.
         checksums: xxh3_64 of each piece, 16 hexadecimal digits each.
+        probe: what the trainer's own forward pass makes of fixed tokens; None: it has none (an emulated one).
     """
 
     version: WeightVersion
@@ -99,6 +101,7 @@ class Manifest:
     file_bytes: int
     chunk_bytes: int
     checksums: tuple[str, ...]
+    probe: Probe | None = None
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < 1 or len(self.checksums) != num_chunks(self.file_bytes, self.chunk_bytes):
@@ -117,6 +120,7 @@ class Manifest:
                 "file_bytes": self.file_bytes,
                 "chunk_bytes": self.chunk_bytes,
                 "checksums": self.checksums,
+                "probe": None if self.probe is None else [self.probe.token_ids, self.probe.logprobs],
                 "tied": dict(self.tied),
                 "tensors": {name: [t.dtype, t.shape, t.offset, t.nbytes] for name, t in self.tensors.items()},
             }
@@ -143,6 +147,7 @@ class Manifest:
             file_bytes=fields["file_bytes"],
             chunk_bytes=fields["chunk_bytes"],
             checksums=tuple(fields["checksums"]),
+            probe=None if fields.get("probe") is None else Probe(*map(tuple, fields["probe"])),
         )
 
 

@@ -18,6 +18,8 @@ from laminar.errors import ConfigError, RelayError
 from laminar.types import WeightVersion
 from relay.locks import FileLock
 from relay.manifest import CHUNK_BYTES, Layout, Manifest, load_layout
+from relay.pinning import pin_slots, unpin_slots
+from relay.probe import Probe
 from relay.reveal import reveal
 from relay.slots import Slot
 from relay.store import PUBLISHER, VersionStore, kept_versions, open_store
@@ -68,6 +70,7 @@ class Publisher:
         self._chunk_bytes = chunk_bytes
         self._layout: Layout | None = None
         self._slots: list[Slot] = []
+        self._pinned: list[Slot] = []
         self._lock: FileLock | None = None
         if rank == 0:
             self._lock = store.hold(PUBLISHER)
@@ -87,9 +90,12 @@ class Publisher:
             raise RelayError("the layout of the weights is fixed at the first publish and cannot change")
         if self._layout is None:
             self._slots = self._store.prepare_slots(layout.file_bytes)
+            self._pinned = pin_slots(self._slots)
             self._layout = layout
 
-    def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishReport:
+    def publish(
+        self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+    ) -> PublishReport:
         """Make a version visible to this machine's readers, or nothing at all.
 
         Publishing a version that is there already does nothing. With every slot leased the version is skipped: offer it
@@ -98,6 +104,7 @@ class Publisher:
         Args:
             version: newer than all that were published before.
             tensors: (name, values), in any order; cast to the layout's number type.
+            probe: what the trainer's forward pass makes of fixed tokens; goes along for readers to compare.
 
         Raises:
             RelayError: if a newer version exists, or a tensor does not fit the layout (named); nothing is published then.
@@ -122,7 +129,7 @@ class Publisher:
         chunk_bytes = self._chunk_bytes or self._store.advised_chunk_bytes() or CHUNK_BYTES
         try:
             checksums = fill_slot(slot, layout, tensors, chunk_bytes)
-            self._reveal(version, slot, layout, chunk_bytes, checksums)
+            self._reveal(version, slot, layout, chunk_bytes, checksums, probe)
         finally:
             slot.unlock()
         self._store.prune()
@@ -130,6 +137,8 @@ class Publisher:
 
     def close(self) -> None:
         """Stop publishing; the versions stay."""
+        unpin_slots(self._pinned)
+        self._pinned = []
         for slot in self._slots:
             slot.close()
         self._slots = []
@@ -137,7 +146,13 @@ class Publisher:
             self._lock.release()
 
     def _reveal(
-        self, version: WeightVersion, slot: Slot, layout: Layout, chunk_bytes: int, checksums: tuple[str, ...]
+        self,
+        version: WeightVersion,
+        slot: Slot,
+        layout: Layout,
+        chunk_bytes: int,
+        checksums: tuple[str, ...],
+        probe: Probe | None,
     ) -> None:
         manifest = Manifest(
             version=version,
@@ -147,6 +162,7 @@ class Publisher:
             file_bytes=layout.file_bytes,
             chunk_bytes=chunk_bytes,
             checksums=checksums,
+            probe=probe,
         )
         reveal(self._store, manifest, slot)
 

@@ -47,7 +47,8 @@ class RelayRole:
         """How this relay takes part in the chain; None where Ray was started for this machine alone."""
         if is_one_machine(self._config):
             return None
-        transport = resolve(self._config.relay.transport, TRANSPORTS, "relay.transport")(context.node_address)
+        device = {"device": "cuda:0"} if self._config.relay.num_gpus else {}  # Ray shows a role its own GPU only
+        transport = resolve(self._config.relay.transport, TRANSPORTS, "relay.transport")(context.node_address, **device)
         credentials = Credentials(context.run_id, context.node_id, context.token)
         return Chained(transport, credentials, is_master, report=self._reports.put_nowait)
 

@@ -1,13 +1,15 @@
 """Filling one slot: tensors in any order, each checked against the layout, each finished piece of the file checksummed.
 
+Copying and checksumming each take a core for as long: done one after the other they would double the trainer's stall.
+
 Invariants: a slot counts as filled only when every byte was written once; a tensor that does not fit the layout is named.
 Does not know versions, locks or folders.
 """
 
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-import xxhash
 
 from laminar.errors import RelayError
 from relay.manifest import DTYPES, Layout, TensorSpec, checksum, dtype_name, num_chunks
@@ -17,8 +19,8 @@ TORCH_DTYPES = {stored: getattr(torch, name.removeprefix("torch.")) for name, (s
 """Number type as safetensors names it -> torch's."""
 
 
-COPY_BYTES = 128 * 1024
-"""How much is copied before it is checksummed: source and copy together must fit a small second-level cache."""
+COPY_BYTES = 1024**2
+"""How much is copied at once: a piece that is complete is checksummed meanwhile, by another thread."""
 
 
 def fill_slot(slot: Slot, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> tuple[str, ...]:
@@ -37,9 +39,17 @@ def fill_slot(slot: Slot, layout: Layout, tensors: Iterable[tuple[str, torch.Ten
         RelayError: if a tensor is unknown, missing, repeated, of another shape or kind, or a tied one differs.
     """
     file = torch.frombuffer(slot.buffer, dtype=torch.uint8)
-    checksums = _Checksums(memoryview(slot.buffer), chunk_bytes)
-    slot.buffer[: len(layout.header)] = layout.header
-    checksums.written(0, len(layout.header))
+    with ThreadPoolExecutor(1, "relay-checksums") as hashing:
+        checksums = _Checksums(memoryview(slot.buffer), chunk_bytes, hashing)
+        slot.buffer[: len(layout.header)] = layout.header
+        checksums.written(0, len(layout.header))
+        _write_tensors(tensors, layout, file, checksums)
+        return checksums.result()
+
+
+def _write_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], layout: Layout, file: torch.Tensor, checksums: "_Checksums"
+) -> None:
     written: set[str] = set()
     aliases: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
@@ -53,7 +63,6 @@ def fill_slot(slot: Slot, layout: Layout, tensors: Iterable[tuple[str, torch.Ten
         raise RelayError(f"tensor {missing[0]!r} was not published ({len(missing)} missing): a version needs all of them")
     for name, tensor in aliases:
         _check_alias(name, tensor, layout, file)
-    return checksums.result()
 
 
 def _spec_of(name: str, layout: Layout, written: set[str]) -> TensorSpec:
@@ -104,38 +113,23 @@ def _check_alias(name: str, tensor: torch.Tensor, layout: Layout, file: torch.Te
 
 
 class _Checksums:
-    """Checksums each piece of a file while it is written.
+    """Checksums each piece of a file in another thread as soon as its last byte was written, while others are copied."""
 
-    Bytes that come in the order of the file are hashed while the cache still holds them; a piece whose bytes came in another
-    order is hashed when its last byte was written.
-    """
-
-    def __init__(self, data: memoryview, chunk_bytes: int) -> None:
-        self._data = data
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, data: memoryview, chunk_bytes: int, hashing: ThreadPoolExecutor) -> None:
+        self._data, self._chunk_bytes, self._hashing = data, chunk_bytes, hashing
         count = num_chunks(len(data), chunk_bytes)
         self._missing = [min(chunk_bytes, len(data) - index * chunk_bytes) for index in range(count)]
-        self._done = [""] * count
-        self._running = xxhash.xxh3_64()
-        self._position = 0
-        """The running hash has seen every byte from the start of its piece up to here."""
+        self._done: dict[int, Future[str]] = {}
 
     def written(self, offset: int, nbytes: int) -> None:
         """Note that bytes [offset, offset + nbytes) are final."""
         size = self._chunk_bytes
         for index in range(offset // size, num_chunks(offset + nbytes, size)):
             first, last = index * size, min((index + 1) * size, len(self._data))
-            start, end = max(offset, first), min(offset + nbytes, last)
-            self._missing[index] -= end - start
-            if start == first:
-                self._running = xxhash.xxh3_64()
-            if start in (first, self._position):
-                self._running.update(self._data[start:end])
-                self._position = end
+            self._missing[index] -= min(offset + nbytes, last) - max(offset, first)
             if self._missing[index] == 0:
-                in_order = self._position == last
-                self._done[index] = self._running.hexdigest() if in_order else checksum(self._data[first:last])
+                self._done[index] = self._hashing.submit(checksum, self._data[first:last])
 
     def result(self) -> tuple[str, ...]:
         """All checksums; every byte must have been written."""
-        return tuple(self._done)
+        return tuple(self._done[index].result() for index in range(len(self._missing)))

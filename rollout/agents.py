@@ -5,19 +5,12 @@ process of it is left. An agent that stops because a budget was used up is judge
 It does not know HTTP, leases or weights.
 """
 
-import asyncio
-import contextlib
-import inspect
-import json
-import os
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from laminar.config.root import LaminarConfig
 from laminar.config.sizes import longest_row_tokens
-from laminar.plugins import load_attribute, validate_options
+from laminar.plugins import resolve, validate_options
 from laminar.seeds import trajectory_seed
 from laminar.types import (
     ClaimedGroup,
@@ -29,37 +22,21 @@ from laminar.types import (
     Trajectory,
     trajectory_id,
 )
-from rollout.boundary import DaemonThreads, EpisodeError, guard
-from rollout.chat_api import MODEL
+from rollout.boundary import EpisodeError, guard
 from rollout.clock import EpisodeClock
 from rollout.conversations import Conversations
+from rollout.drivers import AgentDriver, Driver
+from rollout.drivers import Task as Task
+from rollout.environments import ENVIRONMENTS
 from rollout.environments.agent import Agent
+from rollout.environments.verifiers import Verifiers
 from rollout.gateway import Gateway, Session
 from rollout.generation import Generator
 from rollout.rewards.base import RewardContext
 from rollout.rewards.scorer import RewardScorer, Score, finite_number
 from rollout.tokens import Tokenizer
 from rollout.tools.calls import PARSERS
-
-_ERROR_BYTES = 2000
-"""How much of a failed program's last words is kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What an agent is given.
-
-    Attributes:
-        prompt: the task; the data row's other columns are in `fields`.
-        base_url: of an OpenAI client; an Anthropic client takes it without `/v1`.
-        api_key: ties calls to this trajectory.
-        model: what to name as the model.
-    """
-
-    prompt: Prompt
-    base_url: str
-    api_key: str
-    model: str = MODEL
+from rollout.verifiers_driver import VerifiersDriver
 
 
 @dataclass(slots=True)
@@ -70,18 +47,30 @@ class AgentPlayer:
         options: which agent.
         tokenizer, scorer: as for other episodes; without rewards the agent must give one.
         max_turns, max_tokens, strict_template, wall_seconds: budgets and strictness, as for other episodes.
+        driver: how the agent is run; made from the options unless it is given.
         gateway: where agents call.
     """
 
-    options: Agent.Options
+    options: Agent.Options | Verifiers.Options
     tokenizer: Tokenizer
     scorer: RewardScorer
     wall_seconds: float
     max_turns: int | None = None
     max_tokens: int | None = None
     strict_template: bool = False
+    driver: Driver | None = None
     gateway: Gateway = field(default_factory=Gateway)
-    _threads: DaemonThreads = field(default_factory=DaemonThreads)
+
+    def __post_init__(self) -> None:
+        if self.driver is None:
+            assert isinstance(self.options, Agent.Options)
+            self.driver = AgentDriver(self.options)
+
+    async def close(self) -> None:
+        """Let go of what serves the agents."""
+        assert self.driver is not None
+        await self.driver.close()
+        await self.gateway.close()
 
     async def play(
         self,
@@ -137,11 +126,12 @@ class AgentPlayer:
 
     async def _finish(self, session: Session, task: Task) -> None:
         """Run the agent to its end; what it returns counts as posted."""
-        run = self._command if self.options.command else self._function
+        driver = self.driver
+        assert driver is not None
         try:
             with session.clock.book("environment"):
                 value = await guard(
-                    lambda: run(task),
+                    lambda: driver.run(task),
                     what="the agent",
                     kind=FailureKind.ENVIRONMENT,
                     seconds=session.clock.remaining_seconds,
@@ -158,36 +148,6 @@ class AgentPlayer:
             raise session.failure
         terms = value if isinstance(value, Mapping) else {} if value is None else {"agent": value}
         session.rewards |= {str(name): finite_number(number, "the agent") for name, number in terms.items()}
-
-    async def _function(self, task: Task) -> Any:
-        function: Callable[[Task], Any] = load_attribute(self.options.run, "environment.options.run")
-        if inspect.iscoroutinefunction(function):
-            return await function(task)
-        async with self._threads.places:
-            return await self._threads.run(function, task)
-
-    async def _command(self, task: Task) -> None:
-        """Run the program in a session of its own, which is killed as a whole."""
-        root = task.base_url.removesuffix("/v1")
-        keys = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
-        keys |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": task.api_key}
-        process = await asyncio.create_subprocess_exec(
-            *self.options.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **keys},
-            start_new_session=True,
-        )
-        try:
-            _, errors = await process.communicate(_as_json(task.prompt))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            last = errors[-_ERROR_BYTES:].decode("utf-8", "replace").strip().splitlines()
-            text = f"the program ended with status {process.returncode}: {last[-1] if last else 'it said nothing'}"
-            raise EpisodeError(FailureKind.ENVIRONMENT, text)
 
     async def _judge(self, session: Session, prompt: Prompt, identity: str) -> Score:
         """The agent's terms, each of weight 1, and the configured ones."""
@@ -207,21 +167,25 @@ class AgentPlayer:
             return score
         if twice := session.rewards.keys() & score.terms.keys():
             raise EpisodeError(FailureKind.USER_BUG, f"agent and rewards both name a term {min(twice)!r}; rename one")
-        if not (session.rewards or score.terms):
+        if not (session.rewards or score.terms or self.scorer.judges_siblings):
             hint = "catch code context_length_exceeded and return one" if calls.spent else "return or post one"
             raise EpisodeError(FailureKind.USER_BUG, f"neither the agent nor [[rewards]] gave a reward; {hint}")
         return Score(score.reward + sum(session.rewards.values()), {**score.terms, **session.rewards})
 
 
-def build_agent_player(config: LaminarConfig, tokenizer: Tokenizer, scorer: RewardScorer) -> AgentPlayer:
-    """The player that environment `agent` asks for.
+def build_agent_player(config: LaminarConfig, tokenizer: Tokenizer, scorer: RewardScorer) -> AgentPlayer | None:
+    """The player that environments `agent` and `verifiers` ask for; None for environments that are stepped.
 
     Raises:
         ConfigError: its options are wrong.
     """
     environment = config.environment
-    options = validate_options(Agent, environment.options, "environment.options")
-    assert isinstance(options, Agent.Options)
+    kind = resolve(environment.kind, ENVIRONMENTS, "environment.kind")
+    if kind not in (Agent, Verifiers):
+        return None
+    options = validate_options(kind, environment.options, "environment.options")
+    assert isinstance(options, Agent.Options | Verifiers.Options)
+    driver = VerifiersDriver(options, environment.max_turns) if isinstance(options, Verifiers.Options) else None
     return AgentPlayer(
         options,
         tokenizer,
@@ -230,10 +194,5 @@ def build_agent_player(config: LaminarConfig, tokenizer: Tokenizer, scorer: Rewa
         max_turns=environment.max_turns,
         max_tokens=longest_row_tokens(config),
         strict_template=environment.strict_template,
+        driver=driver,
     )
-
-
-def _as_json(prompt: Prompt) -> bytes:
-    content = prompt.content
-    messages = content if isinstance(content, str) else [{"role": m.role, "content": m.content} for m in content]
-    return json.dumps({"prompt_id": prompt.prompt_id, "prompt": messages, **prompt.fields}).encode()

@@ -8,6 +8,9 @@ from contextlib import asynccontextmanager, contextmanager
 from laminar.types import FailureKind, Timings
 from rollout.boundary import EpisodeError
 
+MAX_PHASES = 64
+"""Phases of one episode that are kept for drawing; what comes later is counted all the same."""
+
 
 class EpisodeClock:
     """The wall budget of an episode, and what its time goes into."""
@@ -17,6 +20,7 @@ class EpisodeClock:
         self._started_at = time.time()
         self._start = time.monotonic()
         self._spent = {"generate": 0.0, "environment": 0.0, "reward": 0.0}
+        self._phases: list[tuple[str, float, float]] = []
 
     @property
     def remaining_seconds(self) -> float:
@@ -30,7 +34,10 @@ class EpisodeClock:
         try:
             yield
         finally:
-            self._spent[area] += time.monotonic() - begin
+            end = time.monotonic()
+            self._spent[area] += end - begin
+            if len(self._phases) < MAX_PHASES:
+                self._phases.append((area, round(begin - self._start, 4), round(end - self._start, 4)))
 
     @asynccontextmanager
     async def bound(self, area: str) -> AsyncIterator[None]:
@@ -53,4 +60,5 @@ class EpisodeClock:
             environment_seconds=self._spent["environment"],
             reward_seconds=self._spent["reward"],
             total_seconds=time.monotonic() - self._start,
+            phases=tuple(self._phases),
         )

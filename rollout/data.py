@@ -29,16 +29,34 @@ def load_run_prompts(config: LaminarConfig, config_folder: Path) -> tuple[list[P
         ConfigError: a row, a length or a reference answer is wrong; names the row and the remedy.
     """
     prompts = load_prompts(config.data, config_folder, min_prompts=config.trainer.prompts_per_step)
-    held_out: list[Prompt] = []
-    if config.eval.path:
-        held_out_data = config.data.model_copy(update={"path": config.eval.path, "split": config.eval.split})
-        held_out = load_prompts(held_out_data, config_folder)[: config.eval.num_prompts]
-    tokenizer = load_tokenizer(_model_folder(config, config_folder))
-    scorer = build_scorer(config.rewards)
-    for part in (prompts, held_out):
-        tokenizer.check_prompts(part, config.data.max_prompt_tokens)
-        scorer.check(part)
+    held_out = _read_held_out(config, config_folder)
+    _check(prompts + held_out, config, config_folder)
     return prompts, held_out
+
+
+def load_held_out(config: LaminarConfig, config_folder: Path) -> list[Prompt]:
+    """The held-out prompts alone, checked likewise.
+
+    Raises:
+        ConfigError: a row, a length or a reference answer is wrong, or `eval.path` is empty.
+    """
+    held_out = _read_held_out(config, config_folder)
+    if not held_out:
+        raise ConfigError("`eval.path` is empty: name the held-out prompts, such as eval.path=data/heldout.jsonl")
+    _check(held_out, config, config_folder)
+    return held_out
+
+
+def _read_held_out(config: LaminarConfig, config_folder: Path) -> list[Prompt]:
+    if not config.eval.path:
+        return []
+    held_out_data = config.data.model_copy(update={"path": config.eval.path, "split": config.eval.split})
+    return load_prompts(held_out_data, config_folder)[: config.eval.num_prompts]
+
+
+def _check(prompts: Sequence[Prompt], config: LaminarConfig, config_folder: Path) -> None:
+    load_tokenizer(_model_folder(config, config_folder)).check_prompts(prompts, config.data.max_prompt_tokens)
+    build_scorer(config.rewards).check(prompts)
 
 
 def load_prompts(data: DataConfig, base: Path, *, min_prompts: int = 1) -> list[Prompt]:

@@ -1,6 +1,7 @@
 """What a replica needs of an engine that was started, and how one is started. It knows no kind of engine."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,18 @@ class EngineHandle(Protocol):
 
     async def kill(self) -> None:
         """End it at once."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Where a replica finds weights: a relay's `Puller`, or one folder."""
+
+    def latest(self) -> WeightVersion | None:
+        """The newest complete version; None before the first."""
+        ...
+
+    def lease(self, version: WeightVersion) -> AbstractContextManager[Path]:
+        """Hold a version's folder while it is read or mapped."""
         ...
 
 

@@ -238,7 +238,7 @@ class _Episode:
             return score
         if twice := self.environment_terms.keys() & score.terms.keys():
             raise EpisodeError(FailureKind.USER_BUG, f"environment and rewards both name a term {min(twice)!r}; rename one")
-        if not (self.environment_terms or score.terms):
+        if not (self.environment_terms or score.terms or self.scorer.judges_siblings):
             raise EpisodeError(FailureKind.USER_BUG, "neither the environment nor [[rewards]] gave a reward; configure one")
         return Score(score.reward + sum(self.environment_terms.values()), {**score.terms, **self.environment_terms})
 

@@ -5,6 +5,7 @@ agent may post its reward. Replies are sampled whole before a stream begins. It 
 It does not know agents, groups or weights.
 """
 
+import asyncio
 import json
 import logging
 import secrets
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from rollout.boundary import EpisodeError
@@ -80,12 +82,17 @@ class Gateway:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
         self.url = ""
 
     async def start(self) -> None:
         """Listen on a free port of this machine's loopback; nothing if it does already."""
-        if self._runner is not None:
-            return
+        async with self._starting:  # many trajectories begin at once
+            if self._runner is None:
+                self._runner = await self._listen()
+                self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _listen(self) -> web.AppRunner:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -96,11 +103,10 @@ class Gateway:
                 web.get("/v1/models", self._models),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
 
     async def close(self) -> None:
         """Listen no more."""
@@ -124,7 +130,7 @@ class Gateway:
             message, reply = await session.chat(read_messages(body), body.get("tools") or [], wanted)
             response = chat_response(message, reply, wanted, session.token_text)
             if not wanted.stream:
-                return web.json_response(response)
+                return _json(response)
             return await _stream(
                 request, [f"data: {json.dumps(chunk)}\n\n" for chunk in chat_chunks(response)], "data: [DONE]\n\n"
             )
@@ -140,7 +146,7 @@ class Gateway:
             reply = await calls.complete(prompt, max_new_tokens=wanted.max_new_tokens, stop=wanted.stop)
             response = completion_response(reply, wanted, session.token_text)
             if not wanted.stream:
-                return web.json_response(response)
+                return _json(response)
             return await _stream(request, [f"data: {json.dumps(response)}\n\n"], "data: [DONE]\n\n")
 
         return await self._answer(request, answer)
@@ -151,7 +157,7 @@ class Gateway:
             message, reply = await session.chat(messages, tools, wanted)
             response = message_response(message, reply, wanted)
             if not wanted.stream:
-                return web.json_response(response)
+                return _json(response)
             events = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in message_events(response)]
             return await _stream(request, events, "")
 
@@ -175,21 +181,27 @@ class Gateway:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _answer(self, request: web.Request, answer: Callable[[Session, Mapping[str, Any]], Any]) -> web.StreamResponse:
-        """Find the session, and turn what goes wrong into an error that no client tries again."""
+        """Find the session, and turn what goes wrong into an error that no client tries again.
+
+        The key may also stand as the model's name, for callers that share one client among trajectories.
+        """
         key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        session = self._sessions.get(key)
+        try:
+            body = msgspec.json.decode(await request.read())
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _error(400, f"the body is no JSON: {error}", "invalid_request_error")
+        if not isinstance(body, dict):
+            return _error(400, "the body must be a JSON object", "invalid_request_error")
+        session = self._sessions.get(key) or self._sessions.get(str(body.get("model")))
         if session is None:
             return _error(401, "this key belongs to no running trajectory", "invalid_api_key")
         if session.failure is not None:
             return _error(400, f"this trajectory has failed: {session.failure}", "trajectory_failed")
         try:
-            body = await request.json()
-            if not isinstance(body, dict):
-                raise BadCallError("the body must be a JSON object")
             return await answer(session, body)
         except SpentError as error:
             return _error(400, str(error), "context_length_exceeded")
-        except (BadCallError, json.JSONDecodeError) as error:
+        except BadCallError as error:
             return _error(400, str(error), "invalid_request_error")
         except EpisodeError as error:
             session.failure = error
@@ -202,6 +214,10 @@ async def _stream(request: web.Request, events: list[str], end: str) -> web.Stre
     await response.write(("".join(events) + end).encode())
     await response.write_eof()
     return response
+
+
+def _json(value: Mapping[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
 def _error(status: int, text: str, code: str) -> web.Response:

@@ -139,27 +139,28 @@ class GuestDoor:
         return socket
 
     async def _host(self, guest: _Guest) -> None:
-        """Serve a guest until its socket ends."""
+        """Serve a guest until its socket ends; a bug in serving it ends the socket at once, so that home goes elsewhere."""
         self._guests.add(guest)
-        sending = asyncio.create_task(self._send(guest))
         try:
-            async for message in guest.socket:
-                if message.type is not WSMsgType.BINARY:
-                    break
-                await self._hear(guest, message.data)
-        except msgspec.DecodeError as error:
+            async with asyncio.TaskGroup() as stay:
+                sending = stay.create_task(self._send(guest))
+                async for message in guest.socket:
+                    if message.type is not WSMsgType.BINARY:
+                        break
+                    await self._hear(guest, stay, message.data)
+                for task in (guest.asking, sending):
+                    if task is not None:
+                        task.cancel()
+        except* msgspec.DecodeError as error:
             logger.warning("a guest's message cannot be read: %s", error)
         finally:
             self._guests.discard(guest)
-            tasks = [task for task in (guest.asking, sending) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await guest.socket.close()
 
-    async def _hear(self, guest: _Guest, data: bytes) -> None:
+    async def _hear(self, guest: _Guest, stay: asyncio.TaskGroup, data: bytes) -> None:
         match decode_from_home(data):
             case Ask() as ask:
-                guest.asking = asyncio.create_task(self._answer(guest, ask))
+                guest.asking = stay.create_task(self._answer(guest, ask))
             case Abort(request_id=request_id):
                 with contextlib.suppress(EngineError, DeadlineError):  # the engine's end shows in the answer
                     await self._replica.abort(request_id)

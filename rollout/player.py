@@ -3,8 +3,10 @@
 It knows the config, not groups' leases, weights or engines' processes.
 """
 
+from collections.abc import Sequence
+
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import longest_row_tokens
+from laminar.config.sizes import longest_evaluation_tokens, longest_row_tokens
 from laminar.types import ClaimedGroup, Purpose, SamplingParameters, Trajectory
 from rollout.agents import build_agent_player
 from rollout.environments.factory import build_environment_factory
@@ -12,6 +14,7 @@ from rollout.episode import play_episode
 from rollout.generation import Generator
 from rollout.journal import Journal
 from rollout.rewards.scorer import build_scorer
+from rollout.siblings import Judge, judge_siblings
 from rollout.tokens import load_tokenizer
 
 
@@ -26,9 +29,7 @@ class Player:
         self._config, self._worker = config, worker
         self.tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         self._scorer = build_scorer(config.rewards)
-        self._agent = (
-            build_agent_player(config, self.tokenizer, self._scorer) if config.environment.kind == "agent" else None
-        )
+        self._agent = build_agent_player(config, self.tokenizer, self._scorer)
         self._make_environment = None if self._agent else build_environment_factory(config.environment)
 
     async def play(
@@ -59,22 +60,41 @@ class Player:
             run_seed=run_seed,
             wall_seconds=self._config.environment.wall_seconds,
             max_turns=self._config.environment.max_turns,
-            max_tokens=longest_row_tokens(self._config),
+            max_tokens=longest_for(self._config, purpose),
             strict_template=self._config.environment.strict_template,
             purpose=purpose,
             worker=self._worker,
             journal=journal,
         )
 
+    async def close(self) -> None:
+        """Let go of what serves agents."""
+        if self._agent is not None:
+            await self._agent.close()
+
+    def judge_of(self, group: ClaimedGroup) -> Judge | None:
+        """What gives a group's good members their group rewards (`judge_siblings`); None if no reward compares them."""
+
+        async def judge(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+            attempts = self._config.rollout.max_attempts
+            return await judge_siblings(self._scorer, self.tokenizer, group.prompt, trajectories, attempts)
+
+        return judge if self._scorer.judges_siblings else None
+
+
+def longest_for(config: LaminarConfig, purpose: Purpose) -> int:
+    """Most tokens of a trajectory of this purpose."""
+    return longest_evaluation_tokens(config) if purpose is Purpose.EVALUATION else longest_row_tokens(config)
+
 
 def sampling_for(config: LaminarConfig, purpose: Purpose) -> SamplingParameters:
-    """How tokens are drawn for a purpose; the episode sets the seed. Evaluation has its own temperature and no filters."""
+    """How tokens are drawn for a purpose; the episode sets the seed. Evaluation has its own, without filters."""
     sampling = config.rollout.sampling
     evaluating = purpose is Purpose.EVALUATION
     temperature = config.eval.temperature if evaluating else sampling.temperature
     return SamplingParameters(
         temperature=0.0 if purpose is Purpose.GREEDY_BASELINE else temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
+        max_new_tokens=(config.eval.max_new_tokens if evaluating else None) or config.rollout.max_new_tokens,
         seed=0,
         top_p=1.0 if evaluating else sampling.top_p,
         top_k=-1 if evaluating else sampling.top_k,

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +22,22 @@ from laminar.config.rollout import EngineConfig
 from laminar.errors import DeadlineError, EngineError, RelayError
 from laminar.telemetry.clock import StateClock
 from laminar.types import FinishReason, Int32Array, SamplingParameters, WeightVersion
-from relay.puller import Puller
 from relay.store import WEIGHTS_NAME
 from rollout.berths import Berths
-from rollout.engine_handle import EngineHandle, StartEngine
+from rollout.engine_handle import EngineHandle, StartEngine, WeightSource
 from rollout.engines.client import BrokenAnswerError, EngineClient
 from rollout.generation import Generation, OnSegment
+from rollout.quarantine import Quarantine, RejectedWeightsError
 from rollout.streaming import as_segments
+from rollout.trial import Trial
+from rollout.verification import Check, Verdict, check_held, check_probe
 
 logger = logging.getLogger("laminar.rollout.replica")
 
 ABORT_SECONDS = 5.0
 HEALTH_SECONDS = 10.0
+MAX_PULLS = 8
+"""Updates between two reports that are drawn."""
 
 
 @dataclass(slots=True)
@@ -47,7 +52,7 @@ class _Request:
 class Replica:
     """An engine that is kept alive and on known weights."""
 
-    def __init__(self, config: EngineConfig, puller: Puller, start_engine: StartEngine) -> None:
+    def __init__(self, config: EngineConfig, puller: WeightSource, start_engine: StartEngine) -> None:
         self._config, self._puller, self._start_engine = config, puller, start_engine
         self._process: EngineHandle | None = None
         self._client: EngineClient | None = None
@@ -65,6 +70,11 @@ class Replica:
         self.last_swap_seconds = 0.0
         self.last_pull: tuple[float, int] | None = None
         """Seconds and bytes of the last update; None before the first."""
+        self._pulls: deque[tuple[float, float]] = deque(maxlen=MAX_PULLS)
+        self.last_verdict: Verdict | None = None
+        """On the weights that came with the last swap."""
+        self.quarantine = Quarantine()
+        self._trial = Trial()
 
     @property
     def client(self) -> EngineClient:
@@ -94,14 +104,20 @@ class Replica:
         await self._set_version(None)
 
     async def start(self) -> None:
-        """Start the engine on the newest complete version.
+        """Start the engine on the newest complete version. One that does not hold what it should is condemned at once.
 
         Raises:
             RelayError: there is none.
             EngineError, DeadlineError: it does not come up.
         """
         with self._lease_newest() as (version, path):
-            self._process, self._client = await self._start_engine(path, version)
+            try:
+                self._process, self._client = await self._start_engine(path, version)
+            except RejectedWeightsError as error:
+                self.quarantine.note_rejection(error.verdict)
+                await self.condemn(str(error))
+                return
+        self._trial = Trial()
         await self._set_version(version)
 
     @contextlib.contextmanager
@@ -185,14 +201,17 @@ class Replica:
         request_id: str,
         on_segment: OnSegment | None,
     ) -> Generation:
-        on_tokens = None if on_segment is None else as_segments(on_segment, masked_heads=self._config.swap == "in_place")
+        on_tokens, trial = None, self._trial
+        if on_segment is not None:
+            on_tokens = as_segments(trial.guard(on_segment), masked_heads=self._config.swap == "in_place")
         engine_id = self._requests[request_id].engine_id
         try:
-            return await client.generate(input_ids, sampling, engine_id, on_tokens)
+            return await trial.settle(await client.generate(input_ids, sampling, engine_id, on_tokens))
         except BrokenAnswerError as error:
-            logger.info("request %s: %s; %d tokens are kept", request_id, error, error.received.num_tokens)
+            received = await trial.settle(error.received)
+            logger.info("request %s: %s; %d tokens are kept", request_id, error, received.num_tokens)
             await self.probe(client)
-            return error.received
+            return received
         except (EngineError, DeadlineError):
             await self.probe(client)
             raise
@@ -257,10 +276,10 @@ class Replica:
                 self._changed.notify_all()
 
     async def swap(self, version: WeightVersion) -> None:
-        """Give the engine a newer version: pause, update, verify, continue.
+        """Give the engine a newer version: pause, update, verify, continue; the probe comes after that (`rollout.trial`).
 
-        An engine that refuses or does not answer is condemned. One that is being restarted is left alone: it starts on the
-        newest version.
+        An engine that refuses, does not answer, or does not hold what it should is condemned. One that is being restarted is
+        left alone: it starts on the newest version.
 
         Raises:
             RelayError: the version is gone (a newer one is there); the engine is untouched.
@@ -271,34 +290,52 @@ class Replica:
         with self._puller.lease(version) as path:
             self._swapping = True
             await self._set_version(None)
+            trial = self._trial
             try:
-                await self._exchange_weights(client, path, version)
+                verdict = await self._exchange_weights(client, path, version)
+                self._swapping = False
+                if verdict.is_accepted and self._client is client:
+                    await self._set_version(version)
+                    self.last_swap_seconds = time.monotonic() - started
+                    verdict = await check_probe(client, path, version, self._config.probe_tolerance)
+                trial.end(accepted=verdict.is_accepted and verdict.check is Check.ALL)
             except (EngineError, DeadlineError) as error:
-                if self._client is client:
-                    await self.condemn(str(error))
-                return
+                verdict = Verdict(version, Check.ANSWER, str(error))
             finally:
                 self._swapping = False
-        if self._client is client:
-            await self._set_version(version)
-            self.last_swap_seconds = time.monotonic() - started
+                trial.end(accepted=False)
+            self.last_verdict = verdict
+            if verdict.check is not Check.ANSWER:  # one that did not answer holds unknown weights, not wrong ones
+                self.quarantine.note_swap(verdict)
+            if not verdict.is_accepted and self._client is client:
+                await self.condemn(verdict.reason)
 
-    async def _exchange_weights(self, client: EngineClient, path: Path, version: WeightVersion) -> None:
+    async def _exchange_weights(self, client: EngineClient, path: Path, version: WeightVersion) -> Verdict:
+        """Pause, update, look at what is held, and go on unless that is wrong."""
         mode = self._config.swap if self._num_sent else "retract"
         await client.pause(mode)
         started = time.monotonic()
         await client.update_weights(path, version, flush_cache=mode == "retract")
-        self.last_pull = (time.monotonic() - started, (path / WEIGHTS_NAME).stat().st_size)
-        held = await client.weight_version()
-        if held != version:
-            raise EngineError(f"after the swap to {version} the engine says it holds {held}")
-        await client.resume()
+        seconds, ended = time.monotonic() - started, time.time()
+        self.last_pull = (seconds, (path / WEIGHTS_NAME).stat().st_size)
+        self._pulls.append((ended - seconds, ended))
+        verdict = await check_held(client, version)
+        if verdict.is_accepted:
+            self._trial.begin(version)
+            await client.resume()
+        return verdict
 
     async def _set_version(self, version: WeightVersion | None) -> None:
         async with self._changed:
             self.version = version
             self._note_activity()
             self._changed.notify_all()
+
+    def take_pulls(self) -> list[tuple[float, float]]:
+        """Start and end, in Unix seconds, of the updates since the last call; the newest ones."""
+        pulls = list(self._pulls)
+        self._pulls.clear()
+        return pulls
 
     def say_idle(self, reason: str) -> None:
         """Why nothing is to be done when nothing is done: the name of that state."""

@@ -6,6 +6,7 @@ to the new seat (DESIGN section 8). Invariants:
   moment of a move at both ends: neither can swap under it;
 - exact: what the source answers is what was sampled, whatever its finish reason: an answer that was complete in the same
   moment settles the race;
+- an episode hears of a move only by tokens: one that interrupts a request before its first token is no abort to it;
 - a move that fails, at any point, leaves the trajectory where it was; one to where it is does nothing.
 
 It does not know who decides on moves.
@@ -147,6 +148,16 @@ class Seat:
             EngineError: the engine answered wrongly. One that died before the first token answers nothing, as aborted.
             DeadlineError: it did not answer in time.
         """
+        while True:
+            generation, was_moved = await self._ask(input_ids, sampling, request_id, on_segment)
+            if generation.num_tokens or generation.finish_reason is not FinishReason.ABORT or not was_moved:
+                return generation
+            # nothing was sampled before the move; the episode would take such an abort for an engine that fails
+
+    async def _ask(
+        self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, on_segment: OnSegment | None
+    ) -> tuple[Generation, bool]:
+        """One request, and whether a move ended it."""
         await self._wait_for(lambda: not self._is_moving, "a move to end", self._harbour.move_seconds * 2)
         self._context_tokens = len(input_ids)
         if not self._place.is_well:
@@ -160,13 +171,14 @@ class Seat:
             logger.info("request %s: %s; it goes elsewhere", request_id, error)
             generation = Generation((), FinishReason.ABORT)
         finally:
+            was_moved = self._is_moving
             async with self._changed:
                 self._request_id = ""
                 self._changed.notify_all()
         self._context_tokens += generation.num_tokens
         self._sampled_tokens += generation.num_tokens
         self._version = generation.segments[-1].version if generation.segments else self._version
-        return generation
+        return generation, was_moved
 
     async def move(self, url: str) -> bool:
         """Go to the replica whose door is there; whether it is there now. In the middle of another move nothing happens.

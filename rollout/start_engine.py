@@ -1,15 +1,18 @@
 """Starting a worker's engine process, by kind, and making sure that it holds what it should."""
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
-from laminar.errors import EngineError
 from laminar.types import WeightVersion
 from rollout.engine_handle import EngineHandle, StartEngine
 from rollout.engines.client import EngineClient
-from rollout.engines.launch import CHECKS_WEIGHTS, EngineLaunch
+from rollout.engines.launch import CHECKS_WEIGHTS, READS_BACK, EngineLaunch
+from rollout.engines.pinned_load import PinnedLoad
 from rollout.engines.process import EngineProcess
+from rollout.quarantine import RejectedWeightsError
+from rollout.verification import verify
 
 
 def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
@@ -18,6 +21,11 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
     options = dict(engine.options)
     if engine.kind == "torch" and config.staleness.bound == 0:
         options.setdefault("batch-invariant", True)  # on-policy runs repeat bit by bit (DESIGN section 4, rule 9)
+
+    pinned = None
+    if engine.weight_load == "pinned":
+        request = context.run_folder / "logs" / f"{context.role}-weights.json"
+        pinned = PinnedLoad(request.resolve(), engine.tensor_parallel_size)
 
     async def start(path: Path, version: WeightVersion) -> tuple[EngineHandle, EngineClient]:
         process = EngineProcess(
@@ -36,6 +44,7 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
                 num_gpus=engine.num_gpus,
                 tensor_parallel_size=engine.tensor_parallel_size,
                 options=options,
+                weights_request=None if pinned is None else pinned.request,
             )
         )
         url = await process.start(engine.start_seconds)
@@ -46,12 +55,17 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
             version=version,
             swap=engine.swap,
             first_weights=None if engine.kind in CHECKS_WEIGHTS else path,
+            reads_back=engine.kind in READS_BACK,
+            pinned=pinned,
             request_seconds=engine.request_seconds,
         )
-        held = await client.weight_version()
-        if held != version:
-            await process.kill()
-            raise EngineError(f"the engine was started on {version} but says it holds {held}")
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(process.kill)
+            undo.push_async_callback(client.close)
+            verdict = await verify(client, path, version, engine.probe_tolerance)
+            if not verdict.is_accepted:
+                raise RejectedWeightsError(verdict)
+            undo.pop_all()
         return process, client
 
     return start

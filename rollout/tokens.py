@@ -48,7 +48,9 @@ class HuggingFaceTokenizer:
         self._name = name
         # the Rust part alone: half of the CPU of a turn would go into the wrapper's checks of its arguments
         self._fast = tokenizer.backend_tokenizer if _is_plain(tokenizer) else None
+        self._templates_plainly = _has_no_template_method_of_its_own(tokenizer)
         self._leading = self._default_leading_ids()
+        self._token_texts: dict[tuple[int, bool], str] = {}  # of single tokens, such as end marks, asked for at every turn
 
     @property
     def size(self) -> int:
@@ -82,6 +84,8 @@ class HuggingFaceTokenizer:
                 f"tokenizer {self._name} has no chat template; use raw text prompts or a chat model's tokenizer"
             )
         try:
+            if self._templates_plainly and all(map(_is_plain_message, messages)):
+                return self._render_plain(messages, tools)
             return str(
                 self._tokenizer.apply_chat_template(
                     list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
@@ -89,6 +93,14 @@ class HuggingFaceTokenizer:
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"the chat template of {self._name} refuses these messages: {error}") from error
+
+    def _render_plain(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
+        """As `apply_chat_template`, whose copies and checks take longer than the template and do nothing to plain text."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template  # keeps what it has compiled
+
+        template = _compile_jinja_template(self._tokenizer.chat_template)
+        settings = {"documents": None, "add_generation_prompt": True, **self._tokenizer.special_tokens_map}
+        return str(template.render(messages=list(messages), tools=list(tools) or None, **settings))
 
     def encode_observation(self, text: str) -> Int32Array:
         """(T,) int32: exactly this text, nothing added."""
@@ -123,6 +135,14 @@ class HuggingFaceTokenizer:
     def decode(self, token_ids: Sequence[int] | Int32Array, *, keep_special: bool = False) -> str:
         """Text of (T,) ids; bytes that are no whole character yet show as U+FFFD."""
         ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else [int(token_id) for token_id in token_ids]
+        if len(ids) != 1:
+            return self._decode(ids, keep_special)
+        key = (ids[0], keep_special)
+        if key not in self._token_texts:
+            self._token_texts[key] = self._decode(ids, keep_special)
+        return self._token_texts[key]
+
+    def _decode(self, ids: list[int], keep_special: bool) -> str:
         if self._fast is not None:
             return str(self._fast.decode(ids, skip_special_tokens=not keep_special))
         return str(self._tokenizer.decode(ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False))
@@ -133,6 +153,7 @@ class HuggingFaceTokenizer:
         return np.asarray([bos] if adds_bos else [], dtype=np.int32)
 
 
+_PLAIN_KEYS = {"role", "content"}
 _OWN_METHODS = ("_decode", "_encode_plus")
 """What a tokenizer's class overrides if it does something of its own."""
 
@@ -148,6 +169,17 @@ def _is_plain(tokenizer: Any) -> bool:
         and tokenizer.backend_tokenizer.truncation is None
         and tokenizer.backend_tokenizer.padding is None
     )
+
+
+def _has_no_template_method_of_its_own(tokenizer: Any) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    own = getattr(type(tokenizer), "apply_chat_template", None)
+    return own is PreTrainedTokenizerBase.apply_chat_template and isinstance(tokenizer.chat_template, str)
+
+
+def _is_plain_message(message: ChatMessage) -> bool:
+    return message.keys() == _PLAIN_KEYS and type(message["content"]) is str
 
 
 def chat_message(message: Message) -> ChatMessage:

@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
-from collections.abc import AsyncIterator
+from functools import partial
 
 from redis.asyncio import Redis
 
@@ -19,6 +18,7 @@ from laminar.cluster.roles import RoleContext
 from laminar.codec import decode_prompt
 from laminar.config.rollout import RolloutConfig
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import members_per_group
 from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.errors import (
     DeadlineError,
@@ -26,7 +26,6 @@ from laminar.errors import (
     ExperienceError,
     LaminarError,
     RelayError,
-    RunFailedError,
     first_error,
 )
 from laminar.experience.answers import SubmitOutcome
@@ -35,21 +34,25 @@ from laminar.experience.client import connect
 from laminar.experience.partial import Partial, PartialPool
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
-from laminar.policies.in_flight import next_limit
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import Puller, open_puller
 from rollout.engines.wire import EngineLoad
 from rollout.environments.factory import is_resumable
+from rollout.episode_trace import EpisodeTrace
 from rollout.evaluation import EvaluationResult, evaluate
 from rollout.guest_door import GuestDoor
 from rollout.harbour import Harbour
+from rollout.in_flight import InFlightLimit
+from rollout.keeper import EngineKeeper
 from rollout.occupants import guest_limits
 from rollout.player import Player
 from rollout.recorder import PartialRecorder
 from rollout.replica import Replica
 from rollout.seat import Seats
+from rollout.siblings import Siblings
 from rollout.start_engine import engine_starter
+from rollout.swap_gate import SwapGate
 from rollout.trajectory_log import TrajectoryLog
 from rollout.worker_counts import WorkerCounts
 
@@ -62,8 +65,6 @@ REPORT_SECONDS = 0.5
 EVENT_WAIT_SECONDS = 5.0
 """One wait for news from the data module; shorter than its connections' deadline."""
 VERSION_WAIT_SECONDS = 5.0
-ENGINE_CHECK_SECONDS = 0.2
-PROBE_SECONDS = 5.0
 
 
 class RolloutWorker:
@@ -71,18 +72,14 @@ class RolloutWorker:
 
     def __init__(self, context: RoleContext, config: LaminarConfig) -> None:
         self._context, self._config = context, config
-        self._rollout = config.rollout
-        self._max_in_flight = config.rollout.max_in_flight_groups
+        self._rollout, self._num_members = config.rollout, members_per_group(config)
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
         self._stopping = asyncio.Event()
         self._left = asyncio.Event()
-        self._evaluations_open = 0
-        self._may_swap = asyncio.Event()
-        self._may_swap.set()
         self._counts = WorkerCounts(self._rollout)
-        self._in_flight_limit = self._rollout.max_in_flight_groups
-        self._num_retractions = 0
+        self._trace = EpisodeTrace(config.metrics.trajectory_rate if config.metrics.trace else 0.0)
+        self._limit = InFlightLimit(self._rollout.max_in_flight_groups, adapts=self._rollout.adapt_in_flight)
 
     async def start(self) -> None:
         """Connect, wait for weights, start the engine."""
@@ -102,7 +99,7 @@ class RolloutWorker:
         self, client: Redis, player: Player, puller: Puller, replica: Replica, log: TrajectoryLog | None = None
     ) -> None:
         """Take its parts and start the engine; `start` makes the real ones."""
-        self._log = log
+        self._log, self._gate = log, SwapGate(replica)
         self._redis, self._player, self._puller, self._replica = client, player, puller, replica
         self._store = ExperienceStore(client, self._context.run_id)
         self._pool, self._buffer = PromptPool(self._store), ExperienceBuffer(self._store)
@@ -122,6 +119,15 @@ class RolloutWorker:
         self._seats = Seats(replica, self._harbour)
         limits = guest_limits(self._config)
         self._door = GuestDoor(replica, limits, token=self._context.token, release=self._release)
+        self._keeper = EngineKeeper(
+            replica,
+            self._context.role,
+            self._config.run.max_restarts,
+            tell=self._tell,
+            has_others=self._has_others,
+            on_death=self._counts.engine_died,
+            leave=self._stopping.set,
+        )
         await replica.start()
 
     async def run(self) -> None:
@@ -131,7 +137,7 @@ class RolloutWorker:
             RunFailedError: nearly every trajectory fails; carries the first error's text.
         """
         loops = [
-            self._claim_groups(), self._follow_weights(), self._renew_leases(), self._follow_events(), self._keep_engine(),
+            self._claim_groups(), self._follow_weights(), self._renew_leases(), self._follow_events(), self._keeper.run(),
             self._report(), self._recorder.run(),
             *([self._log.run()] if self._log else []),
         ]  # fmt: skip
@@ -154,33 +160,22 @@ class RolloutWorker:
 
     async def limit_in_flight(self, num_groups: int) -> None:
         """Play at most so many groups at once from now on; those that are being played go on."""
-        self._max_in_flight = self._in_flight_limit = num_groups
+        self._limit.set_ceiling(num_groups)
 
-    async def evaluate(self, prompts: list[bytes], min_number: int) -> EvaluationResult:
-        """Answer held-out prompts with one version of at least this number; the next swap is held until the items end.
+    async def evaluate(self, prompts: list[bytes], min_number: int, wait_seconds: float) -> EvaluationResult:
+        """Answer held-out prompts with one version of at least this number, awaited so long; see `SwapGate`.
 
         Takes no slot of the staleness bound and writes nothing into the buffer.
         """
-        await self._replica.wait_number(min_number, self._config.eval.timeout_seconds)
-        async with asyncio.timeout(self._config.eval.timeout_seconds), self._hold_swap():
-            await self._replica.wait_ready(self._rollout.engine.start_seconds)
+        seconds = self._config.eval.timeout_seconds
+        async with self._gate.evaluation(min_number, wait_seconds=wait_seconds, seconds=seconds):
             return await evaluate(self._player, self._replica, [decode_prompt(p) for p in prompts], self._config)
-
-    @contextlib.asynccontextmanager
-    async def _hold_swap(self) -> AsyncIterator[None]:
-        self._evaluations_open += 1
-        self._may_swap.clear()
-        try:
-            yield
-        finally:
-            self._evaluations_open -= 1
-            if not self._evaluations_open:
-                self._may_swap.set()
 
     async def _leave(self) -> None:
         with contextlib.suppress(ExperienceError):
             await self._pool.give_back(self._context.role, list(self._held))
         await self._harbour.close()
+        await self._player.close()
         await self._replica.kill()
         if self._log:
             self._log.write()
@@ -195,7 +190,7 @@ class RolloutWorker:
         Unblocked by: a group's end, a swap's end, a published step.
         """
         while True:
-            room = self._in_flight_limit - self._num_here
+            room = self._limit.groups - self._num_here
             version = self._replica.version
             granted = 0
             if room > 0 and version is not None and not self._replica.berths.is_closed:
@@ -212,24 +207,30 @@ class RolloutWorker:
     async def _play_group(self, group: ClaimedGroup) -> None:
         try:
             left = await self._recorder.adopt(group)
+            submit = partial(self._buffer.submit_many, worker=self._context.role, together=True)
+            siblings = Siblings(len(group.members), submit, self._player.judge_of(group))
             async with asyncio.TaskGroup() as members:
                 for member in group.members:
-                    members.create_task(self._play_member(group, member, left.get(member)))
+                    members.create_task(self._play_member(group, member, left.get(member), siblings))
             self._held.discard(group.group_id)
         except* LaminarError as failures:
             raise first_error(failures) from None
         finally:
             self._groups.pop(group.group_id, None)
 
-    async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None) -> None:
+    async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None, siblings: Siblings) -> None:
         """Play one member and submit the outcome; a failed one is played again as long as the data module says so."""
         try:
             for replay in itertools.count():
-                trajectory = await self._try_member(group, member, replay, left if not replay else None)
+                played = self._trace.add(await self._try_member(group, member, replay, left if not replay else None))
+                if played.failure is not None:
+                    self._counts.end(played)
+                trajectory, outcome = await siblings.hand_in(played)
+                if played.failure is None:
+                    self._counts.note_failure(trajectory)
+                    self._counts.end(trajectory)
                 if self._log:
                     self._log.add(trajectory)
-                self._counts.end(trajectory)
-                outcome = await self._buffer.submit(trajectory, self._context.role)
                 if outcome is not SubmitOutcome.REPLAY:
                     break
         except asyncio.CancelledError:
@@ -243,12 +244,13 @@ class RolloutWorker:
 
         What an earlier owner has left of it is gone on with under its own attempt, on which the noise hangs.
         """
-        first = first_attempt(self._rollout, group.attempt, replay)
+        first = first_attempt(self._rollout, group.attempt, replay, self._num_members)
         attempts = list(range(first, first + self._rollout.max_attempts))
+        purpose = Purpose.TRAIN if member < self._rollout.group_size else Purpose.GREEDY_BASELINE
         for attempt in [left.attempt, *attempts[1:]] if left else attempts:
             journal = self._recorder.open(group, member, attempt, left)
             async with self._seats.open(group.group_id) as seat:
-                trajectory = await self._player.play(seat, group, member, attempt, Purpose.TRAIN, journal)
+                trajectory = await self._player.play(seat, group, member, attempt, purpose, journal)
             self._counts.end_record(journal)
             left = None
             if self._counts.note_failure(trajectory) in (None, FailureKind.USER_BUG):
@@ -268,9 +270,8 @@ class RolloutWorker:
                 newer = await self._puller.wait_newer(self._replica.version, VERSION_WAIT_SECONDS)
             except DeadlineError:
                 continue
-            await self._may_swap.wait()
             try:
-                async with self._pause_admission() as drained:
+                async with self._gate.swap(), self._pause_admission() as drained:
                     if not drained:
                         logger.warning("held for %s s: swapping in flight", self._rollout.max_hold_seconds)
                     await self._replica.swap(self._puller.latest() or newer)
@@ -287,27 +288,6 @@ class RolloutWorker:
                 return self._replica.hold_turns(seconds)
             case "in_flight":
                 return contextlib.nullcontext(True)
-
-    async def _keep_engine(self) -> None:
-        """Restart an engine that died, hangs, or was condemned."""
-        probed = time.monotonic()
-        while True:
-            if reason := self._replica.problem():
-                await self._restart_engine(reason)
-            if time.monotonic() - probed > PROBE_SECONDS:
-                await self._replica.probe()
-                probed = time.monotonic()
-            await asyncio.sleep(ENGINE_CHECK_SECONDS)
-
-    async def _restart_engine(self, reason: str) -> None:
-        logger.warning("engine: %s; restarting it", reason)
-        await self._telemetry.emit("notice", fields={"text": f"engine restarted: {reason}"})
-        if self._replica.restarts >= self._config.run.max_restarts:
-            raise RunFailedError(
-                f"the engine of {self._context.role} was restarted {self._replica.restarts} times: {reason}"
-            )
-        self._counts.engine_died()
-        await self._replica.restart()
 
     async def _renew_leases(self) -> None:
         """Renew what is being played; give up what was lost to another worker, or let go while its event was missed."""
@@ -340,13 +320,20 @@ class RolloutWorker:
         while True:
             load = await self._load()
             await self._directory.beat(self._entry(load))
-            self._adapt(load)
+            self._limit.adapt(load, self._num_here)
             states, spans = self._replica.clock.take()
             metrics = self._measure(load) | self._counts.split_generating(states, load)
-            await self._telemetry.emit("worker", metrics, fields={"spans": spans})
+            drawn = {"spans": spans, "episodes": self._trace.take(), "pulls": self._replica.take_pulls()}
+            await self._telemetry.emit("worker", metrics, fields={name: values for name, values in drawn.items() if values})
             if alarm := self._counts.alarm():
-                await self._telemetry.emit("notice", fields={"text": alarm})
+                await self._tell(alarm)
             await asyncio.sleep(REPORT_SECONDS)
+
+    async def _tell(self, text: str) -> None:
+        await self._telemetry.emit("notice", fields={"text": text})
+
+    async def _has_others(self) -> bool:
+        return any(entry.version and entry.replica != self._context.role for entry in await self._directory.entries())
 
     async def _load(self) -> EngineLoad | None:
         try:
@@ -370,19 +357,6 @@ class RolloutWorker:
             remaining_tokens=max((occupant.expected_tokens for occupant in berths.occupants), default=0),
         )
 
-    def _adapt(self, load: EngineLoad | None) -> None:
-        if load is None or not self._rollout.adapt_in_flight:
-            return
-        self._in_flight_limit = next_limit(
-            self._in_flight_limit,
-            ceiling=self._max_in_flight,
-            in_flight=self._num_here,
-            kv_share=load.used_tokens / max(load.capacity_tokens, 1),
-            num_waiting=load.waiting,
-            num_retracted=max(0, load.num_retractions - self._num_retractions),
-        )
-        self._num_retractions = load.num_retractions
-
     @property
     def _num_here(self) -> int:
         """Groups that take room on this engine; those that are generated elsewhere do not."""
@@ -391,7 +365,7 @@ class RolloutWorker:
     def _measure(self, load: EngineLoad | None) -> dict[str, float]:
         return self._counts.metrics(self._replica, load) | {
             "worker/away_groups": len(self._groups) - self._num_here,
-            "worker/in_flight_limit": self._in_flight_limit,
+            "worker/in_flight_limit": self._limit.groups,
             "worker/records_left_out": self._log.left_out if self._log else 0,
         }
 
@@ -402,12 +376,13 @@ class RolloutWorker:
         return outcome | {"guests": self._door.send_on(url)}
 
 
-def first_attempt(rollout: RolloutConfig, lease: int, replay: int) -> int:
+def first_attempt(rollout: RolloutConfig, lease: int, replay: int, num_members: int) -> int:
     """Number of the first of `max_attempts` attempts; no two series share one, since noise hangs on the attempt.
 
     Args:
         rollout: sizes.
         lease: which worker in a row plays the group, from 1.
         replay: how often this one plays the member again, from 0; at most once for each member of the group.
+        num_members: of the group.
     """
-    return ((lease - 1) * (rollout.group_size + 1) + replay) * rollout.max_attempts
+    return ((lease - 1) * (num_members + 1) + replay) * rollout.max_attempts

@@ -109,12 +109,15 @@ class WorkerCounts:
             "experience/producer_wait_seconds": self._producer_wait_seconds,
             "worker/resumed_tokens": self._resumed_tokens,
             "worker/engine_restarts": replica.restarts,
+            "worker/rejected_weights": replica.quarantine.num_rejections,
             "weights/swap_seconds": replica.last_swap_seconds,
             **{f"rollout/failures_{kind}": count for kind, count in self._failures.items()},
         }
         if replica.last_pull is not None:
             seconds, num_bytes = replica.last_pull
             metrics |= {"weights/pull_seconds": seconds, "weights/pull_bytes_per_second": num_bytes / max(seconds, 1e-9)}
+        if replica.last_verdict is not None and replica.last_verdict.difference is not None:
+            metrics["weights/probe_difference_nats"] = replica.last_verdict.difference
         if load is not None:
             self._engine_tokens = load.generated_tokens
             metrics["engine/running"] = load.running

@@ -1,6 +1,7 @@
 """What a batch of trajectories looks like, as metrics. Pure.
 
-Failed trajectories do not count. Lengths are of sampled tokens, before any mask of the loss. Averages are over trajectories.
+Failed trajectories do not count, nor do greedy answers that are only compared with. Lengths are of sampled tokens, before
+any mask of the loss. Averages are over trajectories.
 """
 
 from collections import Counter
@@ -10,7 +11,7 @@ import numpy as np
 
 from laminar.policies.masking import num_over_age_tokens
 from laminar.policies.staleness import split_staleness
-from laminar.types import Trajectory
+from laminar.types import Purpose, Trajectory
 from trainer.algorithms.advantages import is_informative
 
 SHORTEST_BUCKET_BITS = 6
@@ -25,9 +26,12 @@ def batch_metrics(groups: Sequence[Sequence[Trajectory]], trained_on: int, oldes
         trained_on: number of the version that it will be trained on.
         oldest_trained: tokens of versions below this number are over age.
     """
-    trajectories = [trajectory for group in groups for trajectory in group]
-    good = [trajectory for trajectory in trajectories if trajectory.failure is None]
+    greedy = [t.reward for group in groups for t in group if t.purpose is Purpose.GREEDY_BASELINE and t.reward is not None]
+    groups = [[trajectory for trajectory in group if trajectory.purpose is Purpose.TRAIN] for group in groups]
+    good = [trajectory for group in groups for trajectory in group if trajectory.failure is None]
     metrics = {"reward/zero_std_ratio": _mean(not is_informative([t.reward for t in group]) for group in groups)}
+    if greedy:
+        metrics["reward/greedy_mean"] = _mean(greedy)
     if good:
         metrics |= _rewards(good) | _lengths(good) | _episodes(good) | _staleness(good, trained_on)
         metrics["staleness/masked_tokens"] = float(sum(num_over_age_tokens(t, oldest_trained) for t in good))

@@ -4,6 +4,7 @@ It is never published; a checkpoint holds it with its optimizer, for the two mus
 Shapes: B rows, T tokens, H hidden.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -84,9 +85,9 @@ class Critic:
         """Add a loss's gradient; see `TrainedModule.backward`."""
         self._trained.backward(loss)
 
-    def update(self, policy_learning_rate: float) -> Update:
+    def update(self, policy_learning_rate: float, largest_norm: float = math.inf) -> Update:
         """Apply the gradient; its learning rate follows the policy's schedule."""
-        return self._trained.update(policy_learning_rate * self._rate_ratio)
+        return self._trained.update(policy_learning_rate * self._rate_ratio, largest_norm)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The whole value model by name; not copies."""

@@ -1,4 +1,4 @@
-"""A trainer that only pretends: steps take the seconds of a table, and a step's weights are the model's, slightly scaled.
+"""A trainer that only pretends: steps take seconds of a table or of their tokens; their weights are the model's, scaled.
 
 Everything around it is real: batches and their staleness, the spool, publishing, resuming, checkpoints (of the step and the
 data cursor; weights follow from the step). It trains nothing, and has one rank.
@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from laminar.config.root import LaminarConfig
+from laminar.config.trainer import EmulatedTrainerConfig
 from laminar.errors import ConfigError
 from laminar.experience.answers import Frontier
 from laminar.types import Trajectory
+from relay.probe import Probe
 from trainer.batch_metrics import batch_metrics
 from trainer.checkpoint_folder import EXTRA, begin, complete, find_latest, oldest_step, read_extra
 from trainer.progress import Progress
@@ -55,6 +57,7 @@ class EmulatedSession:
         self.progress, self.frontier = _resume(checkpoints)
         self.saved_step = self._step = self.progress.step
         self.replayed: list[SpooledStep] = []
+        self.probe: Probe | None = None  # it has no forward pass
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of the present step."""
@@ -77,10 +80,10 @@ class EmulatedSession:
 
     def train(self, groups: Groups, step: int, oldest_trained: int | None = None) -> StepReport:
         """Sleep as long as the step takes."""
-        table = self._config.trainer.emulated.step_seconds
-        time.sleep(table[(step - 1) % len(table)])
+        report = self._report(groups, step)
+        time.sleep(step_seconds(self._config.trainer.emulated, step, report.trained_tokens))
         self._step = step
-        return self._report(groups, step)
+        return report
 
     def save(self, progress: Progress, frontier: Frontier) -> None:
         """Save step and data cursor."""
@@ -100,6 +103,12 @@ class EmulatedSession:
         tokens = sum(trajectory.num_sampled_tokens for group in groups for trajectory in group)
         metrics = batch_metrics(groups, step - 1) | {"train/tokens": float(tokens)}
         return StepReport(step, metrics, tokens, None)
+
+
+def step_seconds(emulated: EmulatedTrainerConfig, step: int, num_tokens: int) -> float:
+    """How long a step takes: its place in the table, and its sampled tokens at the given pace."""
+    table, pace = emulated.step_seconds, emulated.tokens_per_second
+    return table[(step - 1) % len(table)] + (0.0 if pace is None else num_tokens / pace)
 
 
 def _resume(checkpoints: Path) -> tuple[Progress, Frontier | None]:

@@ -4,6 +4,7 @@ It does not know algorithms, batches or steps.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -17,6 +18,7 @@ from trainer.packing import PackedRows
 from trainer.policy import Policy
 from trainer.ranks import Ranks
 from trainer.reference import Reference
+from trainer.spikes import SpikeDetector
 from trainer.trained_module import TrainedModule, Update, load_tensors
 
 logger = logging.getLogger("laminar.trainer.engine")
@@ -29,6 +31,10 @@ class TrainerEngine:
         config: the run's settings; `model.path` must be a folder.
         ranks: the joined ranks; all construct their engine together.
         needs: what the algorithm asks for; decides whether a reference and a critic are loaded.
+
+    Attributes:
+        share_prompts: whether rows of one prompt compute it once.
+        spikes: what the last updates were like.
 
     Raises:
         ConfigError: if a model cannot be loaded or trained.
@@ -45,6 +51,7 @@ class TrainerEngine:
         self._reference = Reference(config, ranks, vocabulary_size) if "ref_logprobs" in needs else None
         self._critic = Critic(config, ranks, vocabulary_size) if "values" in needs else None
         self.share_prompts = self._decide_sharing()
+        self.spikes = SpikeDetector(config.trainer.spikes)
 
     def forward(self, batch: PackedRows, *, is_last: bool, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Score a micro-batch; all ranks call `forward` and `backward` equally often before an update.
@@ -74,9 +81,9 @@ class TrainerEngine:
         """Add a loss's gradient; see `TrainedModule.backward`."""
         self._policy.backward(loss)
 
-    def update(self, learning_rate: float) -> Update:
+    def update(self, learning_rate: float, largest_norm: float = math.inf) -> Update:
         """Apply the gradient gathered since the last update; see `TrainedModule.update`."""
-        return self._policy.update(learning_rate)
+        return self._policy.update(learning_rate, largest_norm)
 
     @property
     def reference(self) -> Reference:

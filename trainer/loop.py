@@ -24,8 +24,9 @@ from laminar.telemetry.clock import StateClock
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import GroupState, WeightVersion
 from trainer.authority import Authority
+from trainer.prefetch import Group
 from trainer.publishing import Published, WeightPublisher
-from trainer.sampling import Batch, BatchSource, Group
+from trainer.sampling import Batch, BatchSource
 from trainer.session import Session
 from trainer.spool_file import SpooledGroup, SpooledStep
 from trainer.step import StepReport
@@ -85,7 +86,11 @@ class TrainingLoop:
         try:
             async with asyncio.TaskGroup() as group:
                 offering = group.create_task(self._keep_offering())
-                await self._train_steps()
+                group.create_task(self._source.prefetcher.run())
+                try:
+                    await self._train_steps()
+                finally:
+                    self._source.prefetcher.end()
                 offering.cancel()
                 await self._see_last_version_through()
         except* LaminarError as failures:
@@ -130,13 +135,16 @@ class TrainingLoop:
         """One batch: train, commit, publish the next number, let the payloads go, report."""
         step, started = self.progress.step + 1, time.time()
         self._clock.enter("train")
-        report = await self.in_thread(self._train, batch.groups, step, batch.oldest_trained)
+        with self._source.ahead():
+            report = await self.in_thread(self._train, batch.groups, step, batch.oldest_trained)
         self._clock.enter("spool")
         seconds = await self._commit(batch, frontier, report)
         self._clock.enter("publish")
         published = await self._hand_over(step)
         if report.skipped_reason:
             await self._say_skipped(report.skipped_reason)
+        for notice in report.notices:
+            await self._telemetry.emit("notice", fields={"text": f"step {step}: {notice}"})
         await self._say_mismatch(report)
         metrics = self._metrics(batch, report, published, step, seconds)
         digest = batch_digest(batch.groups)

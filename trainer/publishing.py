@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laminar.types import WeightVersion
+from relay.probe import Probe
 from relay.publisher import Publisher
 
 logger = logging.getLogger("laminar.trainer.publishing")
@@ -28,10 +29,21 @@ class Published:
 
 
 class WeightPublisher:
-    """Offers the trainer's newest weights to the relay of its machine."""
+    """Offers the trainer's newest weights to the relay of its machine.
 
-    def __init__(self, publisher: Publisher, state_tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        self._publisher, self._state_tensors = publisher, state_tensors
+    Args:
+        publisher: of the relay.
+        state_tensors: gives the weights as they are.
+        probe: gives what these weights make of fixed tokens (`relay.probe`).
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        state_tensors: Callable[[], Iterator[tuple[str, Tensor]]],
+        probe: Callable[[], Probe | None] = lambda: None,
+    ) -> None:
+        self._publisher, self._state_tensors, self._probe = publisher, state_tensors, probe
         self._unpublished: WeightVersion | None = None
         self.skipped_publishes = 0
 
@@ -43,7 +55,7 @@ class WeightPublisher:
     def publish(self, version: WeightVersion) -> Published:
         """Copy the current weights into a free slot; blocking, called between optimizer steps by one thread."""
         started = time.monotonic()
-        report = self._publisher.publish(version, self._state_tensors())
+        report = self._publisher.publish(version, self._state_tensors(), self._probe())
         self._unpublished = version if report.skipped else None
         if report.skipped:
             self.skipped_publishes += 1

@@ -10,24 +10,27 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import members_per_group
 from laminar.errors import ExperienceError, RunFailedError
 from laminar.experience.answers import Occurrence, Snapshot
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.payloads import PayloadLostError
 from laminar.plugins import resolve
 from laminar.policies.masking import newest_trained_number, oldest_trained_number
+from laminar.policies.over_provision import tail_of_batch
 from laminar.policies.samplers import SAMPLERS
 from laminar.policies.staleness import BatchPlan, fewest_evictions, plan_batch
-from laminar.types import EvictionReason, GroupHeader, GroupState, Trajectory, WeightVersion
+from laminar.types import EvictionReason, GroupHeader, GroupState, Purpose, Trajectory, WeightVersion
+from trainer.prefetch import Group, Prefetcher
 
 logger = logging.getLogger("laminar.trainer.sampling")
 
 POLL_SECONDS = 0.02
 WAIT_NOTICE_SECONDS = 10.0
-Group = tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class BatchSource:
 
     Attributes:
         dropped_groups: groups evicted so far.
+        prefetcher: reads groups, ahead of the next batch if it runs.
         first_group_at: when (`time.monotonic`) the first group was seen; before that, workers were starting.
     """
 
@@ -107,13 +111,18 @@ class BatchSource:
     ) -> None:
         self._config, self._buffer, self._keeps, self._notice = config, buffer, keeps, notice
         self._order = resolve(config.experience.sampler, SAMPLERS, "experience.sampler")
-        self._batch_size = config.trainer.prompts_per_step
+        self._batch_size, self._num_members = config.trainer.prompts_per_step, members_per_group(config)
+        self.prefetcher = Prefetcher(buffer)
         self._judged: dict[str, Group] = {}
         self._newest: dict[str, int] = {}
         self._dropped_before: Counter[str] | None = None
         self._loosest_bound = config.staleness.bound
         self.dropped_groups = 0
         self.first_group_at: float | None = None
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Let what becomes ready meanwhile be fetched for the next batch, if `prefetcher` runs."""
+        return self.prefetcher.ahead(self._judged)
 
     async def next_batch(self, lineage: int, step: int, should_stop: Callable[[], bool]) -> Batch | None:
         """Wait for a legal batch for `step` and take it; None at the end of the data, or when told to stop.
@@ -170,13 +179,13 @@ class BatchSource:
         new = [h.group_id for h in snapshot.headers if h.state is GroupState.READY and h.group_id not in self._judged]
         useless = []
         try:
-            fetched = await self._buffer.fetch(new) if new else []
+            fetched = await self.prefetcher.fetch(new) if new else []
         except PayloadLostError as error:
             await self._notice(f"{error}; its prompt is issued again")
             await self._evict([error.group_id], EvictionReason.PAYLOAD_LOST)
             return True
         for group_id, group in zip(new, fetched, strict=True):
-            wait.rewards += [t.reward for t in group if t.reward is not None]
+            wait.rewards += [t.reward for t in group if t.reward is not None and t.purpose is Purpose.TRAIN]
             if self._keeps(group):
                 self._judged[group_id], self._newest[group_id] = group, newest_trained_number(group)
             else:
@@ -193,7 +202,7 @@ class BatchSource:
         if wait.failed_before is None:
             wait.failed_before = failures
         failures = failures - wait.failed_before
-        num_failed = failures.total() // self._config.rollout.group_size
+        num_failed = failures.total() // self._num_members
         rounds = (wait.num_filtered + num_failed) // self._batch_size
         if rounds < trainer.max_filter_rounds or rounds <= wait.rounds_noticed:
             return
@@ -219,6 +228,7 @@ class BatchSource:
         group_ids = await self._buffer.take(lineage, step, chosen)
         missing = [group_id for group_id in group_ids if group_id not in self._judged]
         fetched = dict(zip(missing, await self._buffer.fetch(missing), strict=True)) if missing else {}
+        await self._recycle_tail(snapshot, group_ids)
         known = self._judged | fetched
         groups = tuple(known[group_id] for group_id in group_ids)
         outstanding = {header.group_id for header in snapshot.headers}
@@ -238,6 +248,14 @@ class BatchSource:
             oldest_trained=oldest_trained_number(step - 1, self._loosest_bound),
             snapshot=snapshot,
         )
+
+    async def _recycle_tail(self, snapshot: Snapshot, taken: Sequence[str]) -> None:
+        """With over-provisioning: let go of what the batch has overtaken."""
+        ratio = self._config.rollout.over_provision
+        if ratio > 1 and self._config.staleness.bound != 0:
+            tail = tail_of_batch(snapshot.headers, taken, ratio=ratio, prompts_per_step=self._batch_size)
+            if tail:
+                await self._evict(tail, EvictionReason.RECYCLED)
 
     async def _wait_for_due(self, snapshot: Snapshot, plan: BatchPlan, step: int, wait: _Wait) -> None:
         """Wait a moment; by policy, evict groups in flight that hold the batch up."""

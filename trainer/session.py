@@ -17,11 +17,13 @@ from laminar.config.root import LaminarConfig
 from laminar.experience.answers import Frontier
 from laminar.plugins import resolve, validate_options
 from laminar.types import Trajectory
+from relay.probe import Probe
 from trainer.algorithms import ALGORITHM_OPTIONS, ALGORITHMS
 from trainer.algorithms.base import Algorithm
 from trainer.checkpoint import agree_on_latest, load, save
 from trainer.checkpoint_folder import oldest_step
 from trainer.engine import TrainerEngine
+from trainer.probing import score_probe
 from trainer.progress import Progress
 from trainer.ranks import join_ranks
 from trainer.replay import replay
@@ -43,6 +45,7 @@ class Session(Protocol):
     frontier: Frontier | None
     saved_step: int
     replayed: list[SpooledStep]
+    probe: Probe | None
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, by name."""
@@ -86,6 +89,7 @@ class TrainingSession:
     Attributes:
         saved_step: step of the newest checkpoint that is loaded or was saved; 0 without one.
         replayed: headers of the steps that were trained again after it.
+        probe: what the weights as they are make of fixed tokens, to be published with them; None before `replay`.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class TrainingSession:
         self.progress, self.frontier = self._resume()
         self.saved_step = self.progress.step
         self.replayed: list[SpooledStep] = []
+        self.probe: Probe | None = None
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The full model under its Hugging Face names."""
@@ -123,11 +128,14 @@ class TrainingSession:
         self.replayed = replay(self.engine, self.algorithm, self.spool, self.progress.step, said)
         if self.replayed:
             self.progress, self.frontier = self.replayed[-1].progress, self.replayed[-1].frontier
+        self.probe = score_probe(self.engine)
 
     def train(self, groups: Groups, step: int, oldest_trained: int | None = None) -> StepReport:
         """Rank 0: train a step, all ranks together; see `train_step`."""
         self._command(f"train {step}")
-        return train_step(self.engine, self.algorithm, groups, step, oldest_trained=oldest_trained)
+        report = train_step(self.engine, self.algorithm, groups, step, oldest_trained=oldest_trained)
+        self.probe = score_probe(self.engine)
+        return report
 
     def save(self, progress: Progress, frontier: Frontier) -> None:
         """Rank 0: save a checkpoint, all ranks together; then let spooled steps go that no kept checkpoint needs.
@@ -136,7 +144,7 @@ class TrainingSession:
             EnvironmentSetupError: a file could not be written; older checkpoints stand.
         """
         self._command(f"save {progress.step}")
-        self._save(progress.step, {"progress": asdict(progress), "frontier": frontier.to_json()})
+        self._save(progress.step, self._extra(progress, frontier))
         self.saved_step = progress.step
         self.spool.prune(oldest_step(self._checkpoints))
 
@@ -159,6 +167,7 @@ class TrainingSession:
             match word:
                 case "train":
                     train_step(self.engine, self.algorithm, None, int(number), fetch=self._fetch)
+                    score_probe(self.engine)
                 case "save":
                     self._save(int(number), {})
                 case _:
@@ -167,6 +176,10 @@ class TrainingSession:
 
     def _command(self, text: str) -> None:
         self.engine.ranks.decide(text.encode)
+
+    def _extra(self, progress: Progress, frontier: Frontier) -> dict[str, object]:
+        state = {"algorithm": self.algorithm.state(), "spikes": self.engine.spikes.state()}
+        return {"progress": asdict(progress), "frontier": frontier.to_json(), **state}
 
     def _save(self, step: int, extra: dict[str, object]) -> None:
         save(self._checkpoints, step, self.engine, extra, self._config.checkpoint.keep)
@@ -179,6 +192,8 @@ class TrainingSession:
         logger.info("resumed from %s", path)
         progress = Progress(**extra["progress"])
         assert progress.step == step
+        self.algorithm.load_state(extra.get("algorithm", {}))
+        self.engine.spikes.load_state(extra.get("spikes", {}))
         return progress, Frontier.from_json(extra["frontier"])
 
 

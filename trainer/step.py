@@ -34,12 +34,14 @@ class StepReport:
         metrics: by name; the same on every rank, except times.
         trained_tokens: tokens that entered an applied update, all ranks together; several epochs count once.
         skipped_reason: why the step, or the rest of it, was not applied; None if all is well.
+        notices: what was applied but stands out.
     """
 
     step: int
     metrics: dict[str, float]
     trained_tokens: int
     skipped_reason: str | None
+    notices: tuple[str, ...] = ()
 
 
 def train_step(
@@ -64,6 +66,7 @@ def train_step(
 
     Raises:
         ConfigError: if a row exceeds the token budget (it names the trajectory), or the algorithm needs what there is not.
+        RunFailedError: an update stands out, and the run is to end then (`trainer.spikes.action`).
     """
     missing = algorithm.needs - NEEDS
     if missing:
@@ -80,7 +83,7 @@ def train_step(
             work = Work(engine, algorithm, scored.rows, step, rate, totals)
             skipped_reason = train_epochs(work, scored.mini_batches, None if scored.mismatch else mismatch)
     metrics = plan.metrics | mismatch.metrics(engine.ranks) | totals.metrics() | {"train/learning_rate": rate}
-    return StepReport(step, metrics, totals.trained_tokens, skipped_reason)
+    return StepReport(step, metrics, totals.trained_tokens, skipped_reason, tuple(totals.notices))
 
 
 def _plan(
@@ -89,6 +92,7 @@ def _plan(
     if not groups:
         raise InvariantError(f"step {step}: rank 0 needs at least one group")
     trainer = engine.config.trainer
+    seen = algorithm.observe(groups)
     if oldest_trained is None:
         oldest_trained = oldest_trained_number(step - 1, engine.config.staleness.bound)
     plan = plan_step(
@@ -100,7 +104,7 @@ def _plan(
         share_prompts=engine.share_prompts,
         oldest_trained=oldest_trained,
     )
-    plan.metrics.update(batch_metrics(groups, trained_on=step - 1, oldest_trained=oldest_trained))
+    plan.metrics.update(batch_metrics(groups, trained_on=step - 1, oldest_trained=oldest_trained) | seen)
     return plan
 
 

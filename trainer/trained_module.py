@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from laminar.config.trainer import TrainerConfig
 from laminar.errors import ConfigError
+from trainer.norm_gate import NormGate
 from trainer.ranks import Ranks
 
 logger = logging.getLogger("laminar.trainer.engine")
@@ -33,7 +34,7 @@ class Update:
     """An optimizer update.
 
     Attributes:
-        applied: false if the gradient was not finite.
+        applied: false if the gradient was not finite, or its norm above the limit.
         grad_norm: before clipping.
     """
 
@@ -66,6 +67,7 @@ class TrainedModule:
         )
         self.is_replicated = config.deepspeed.zero_stage == 0 and dtype != torch.bfloat16
         self._engine = _initialize_deepspeed(module, dtype, self._adam, config, self.is_replicated)
+        self._gate = None if self.is_replicated else NormGate(self._engine.optimizer)
 
     def __call__(self, *arguments: Tensor, **settings: bool) -> Any:
         """The module's answer, with gradient unless switched off."""
@@ -79,19 +81,21 @@ class TrainedModule:
         """Add a loss's gradient; after the mini-batch's last micro-batch, ranks add up theirs."""
         self._engine.backward(loss * self._ranks.world_size)
 
-    def update(self, learning_rate: float) -> Update:
-        """Clip and apply the gradient gathered since the last update; nothing is applied if its norm is not finite."""
+    def update(self, learning_rate: float, largest_norm: float = math.inf) -> Update:
+        """Clip and apply the gradient gathered since the last update; nothing if its norm is not finite or too large."""
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
-        norm = math.nan
-        if self.is_replicated:  # DeepSpeed's other optimizers check and clip by themselves
-            norm = float(torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._config.max_grad_norm))
-            if not math.isfinite(norm):
-                self._engine.zero_grad()
-                return Update(False, norm)
+        if self._gate is not None:  # DeepSpeed's other optimizers check and clip by themselves
+            self._gate.limit = largest_norm
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm())
+            return Update(math.isfinite(norm), norm if math.isfinite(norm) else self._gate.norm)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._config.max_grad_norm))
+        if not math.isfinite(norm) or norm > largest_norm:
+            self._engine.zero_grad()
+            return Update(False, norm)
         self._engine.step()
-        norm = norm if self.is_replicated else float(self._engine.get_global_grad_norm())
-        return Update(math.isfinite(norm), norm)
+        return Update(True, norm)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """This rank's optimizer state by name: Adam's moments and step, and the float32 weights if they are apart."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from laminar.errors import RunFailedError
 from trainer.algorithms.base import Algorithm, TokenInputs
+from trainer.algorithms.kl import kl_tokens
 from trainer.algorithms.loss import loss_numerator, non_finite_row, select
 from trainer.critic import Critic
 from trainer.engine import TrainerEngine
@@ -19,9 +21,12 @@ from trainer.mismatch import Mismatch
 from trainer.packing import PackedRows, pack_rows
 from trainer.plan import MiniBatchPlan
 from trainer.scoring import Rows
+from trainer.spikes import Spike
 from trainer.trained_module import Update
 
-_SUMS = ("loss", "policy_loss", "ratio", "clip_low", "clip_high", "entropy", "kl")
+_SUMS = ("loss", "policy_loss", "ratio", "clip_low", "clip_high", "entropy", "kl", "rollout_kl")
+REFUSE = -1.0
+"""A largest norm that no gradient has."""
 
 
 @dataclass(slots=True)
@@ -39,6 +44,7 @@ class Totals:
     forward_backward_seconds: float = 0.0
     optimizer_seconds: float = 0.0
     scoring_seconds: float = 0.0
+    notices: list[str] = field(default_factory=list)
 
     def metrics(self) -> dict[str, float]:
         """What is known of a step's updates."""
@@ -63,6 +69,7 @@ class Totals:
             "train/clip_high_ratio": self.sums["clip_high"] / self.seen_tokens,
             "train/entropy": self.sums["entropy"] / self.seen_tokens,
             "train/kl": self.sums["kl"] / self.seen_tokens,
+            "train/rollout_kl": self.sums["rollout_kl"] / self.seen_tokens,
         }
 
 
@@ -97,7 +104,7 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     """Forward, backward, update. Returns why the update was not applied, or None."""
     engine, totals, started = work.engine, work.totals, time.perf_counter()
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=engine.ranks.device)
-    undefined, value_loss_sum = "", 0.0
+    undefined, value_loss_sum, largest = "", 0.0, (0.0, "")
     micro_batches = plan.ranks[engine.ranks.rank]
     totals.micro_batches += len(micro_batches)
     for number, indices in enumerate(micro_batches, start=1):
@@ -105,7 +112,8 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
         batch = pack_rows(own, share_prompts=engine.share_prompts, device=engine.ranks.device)
         is_last, needs_gradient = number == len(micro_batches), "entropy_gradient" in work.algorithm.needs
         logprobs_BT, entropy_BT = engine.forward(batch, is_last=is_last, entropy_gradient=needs_gradient)
-        numerator, parts, problem = _loss(work.algorithm, batch, logprobs_BT, entropy_BT)
+        numerator, parts, problem, share = _loss(work.algorithm, batch, logprobs_BT, entropy_BT)
+        largest = max(largest, share)
         loss = numerator / plan.denominator
         if problem:
             undefined = undefined or problem
@@ -120,12 +128,19 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
             value_loss_sum += _teach_critic(engine.critic, work.algorithm, batch, weight, is_last=is_last)
     *reduced, value_loss_sum = engine.ranks.sum([*sums.tolist(), value_loss_sum])
     computed = time.perf_counter()
-    update = engine.update(work.rate)
-    critic_update = engine.critic.update(work.rate) if engine.critic is not None else None
+    figures = {"loss": abs(reduced[0]) / plan.denominator, "KL": reduced[_SUMS.index("rollout_kl")] / plan.num_tokens}
+    spike = engine.spikes.find(figures) if all(map(math.isfinite, figures.values())) else None  # else another net's
+    update, spike = _update_unless_spike(work, spike)
+    critic_update = None
+    if engine.critic is not None:
+        critic_update = engine.critic.update(work.rate, math.inf if update.applied else REFUSE)
+    engine.spikes.add(figures | {"gradient norm": update.grad_norm})
     totals.forward_backward_seconds += computed - started
     totals.optimizer_seconds += time.perf_counter() - computed
+    told = "" if spike is None else _tell(engine, spike, largest)
     if not update.applied:
-        return _why(engine, update, undefined)
+        return told or _why(engine, update, undefined)
+    totals.notices += [told] if told else []
     _add(totals, plan, reduced, update)
     if critic_update is not None:
         totals.value_loss += value_loss_sum
@@ -133,6 +148,30 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
         if not critic_update.applied:
             return f"the critic's gradient norm is {critic_update.grad_norm}"
     return None
+
+
+def _update_unless_spike(work: Work, spike: Spike | None) -> tuple[Update, Spike | None]:
+    """Apply the gradient, unless that is to be left out; the spike, that of the gradient's norm if there is no other."""
+    engine, action = work.engine, work.engine.config.trainer.spikes.action
+    leaves_out = action in ("skip", "stop")
+    limit = engine.spikes.limit("gradient norm")
+    update = engine.update(work.rate, (REFUSE if spike else limit) if leaves_out else math.inf)
+    return update, spike or engine.spikes.find({"gradient norm": update.grad_norm})
+
+
+def _tell(engine: TrainerEngine, spike: Spike, largest: tuple[float, str]) -> str:
+    """A sentence that names the trajectory with the largest share in the loss, of all ranks; all call it together.
+
+    Raises:
+        RunFailedError: the run is to end.
+    """
+    share, name = largest
+    found = [text.split(" ", 1) for text in engine.ranks.gather_texts(f"{share:.9g} {name}")]
+    share, name = max((float(share), name) for share, name in found)
+    text = f"spike: {spike}; trajectory {name} has the largest share in the loss, {share:.3g}"
+    if engine.config.trainer.spikes.action == "stop":
+        raise RunFailedError(f'{text}; trainer.spikes.action is "stop": the last checkpoint stands')
+    return text
 
 
 def _teach_critic(critic: Critic, algorithm: Algorithm, batch: PackedRows, weight: float, *, is_last: bool) -> float:
@@ -147,11 +186,18 @@ def _teach_critic(critic: Critic, algorithm: Algorithm, batch: PackedRows, weigh
     return float(total.detach())
 
 
-def _loss(algorithm: Algorithm, batch: PackedRows, logprobs_BT: Tensor, entropy_BT: Tensor) -> tuple[Tensor, Tensor, str]:
-    """The micro-batch's loss numerator, with gradient; its sums, as `_SUMS` names them; what is undefined in it."""
+def _loss(
+    algorithm: Algorithm, batch: PackedRows, logprobs_BT: Tensor, entropy_BT: Tensor
+) -> tuple[Tensor, Tensor, str, tuple[float, str]]:
+    """The loss of a micro-batch.
+
+    Returns:
+        Its numerator, with gradient; its sums, as `_SUMS` names them; what is undefined in it; and the largest sum of a
+        row's absolute token losses, with the trajectory's id.
+    """
     scores, mask_BT = batch.scores, batch.mask
     if not bool(mask_BT.any()):
-        return logprobs_BT.sum(), torch.zeros(len(_SUMS), dtype=torch.float64, device=logprobs_BT.device), ""
+        return logprobs_BT.sum(), torch.zeros(len(_SUMS), dtype=torch.float64, device=logprobs_BT.device), "", (0.0, "")
     policy = algorithm.policy_loss(
         TokenInputs(
             logprobs=logprobs_BT,
@@ -175,8 +221,12 @@ def _loss(algorithm: Algorithm, batch: PackedRows, logprobs_BT: Tensor, entropy_
         policy.clipped_high.sum(),
         select(entropy_BT, mask_BT).sum(),
         policy.ratio.new_zeros(()) if policy.kl is None else policy.kl.sum(),
+        kl_tokens(batch.rollout_logprobs, logprobs_BT.detach(), mask_BT, "k3").sum(),
     )
-    return numerator, torch.stack([part.detach().double() for part in parts]), _undefined(batch, logprobs_BT, whole_BT)
+    sizes_B = select(whole_BT.detach().abs(), mask_BT).sum(dim=1)
+    row = int(sizes_B.argmax())
+    sums = torch.stack([part.detach().double() for part in parts])
+    return numerator, sums, _undefined(batch, logprobs_BT, whole_BT), (float(sizes_B[row]), batch.names[row])
 
 
 def _undefined(batch: PackedRows, logprobs_BT: Tensor, losses_BT: Tensor) -> str:

@@ -155,7 +155,8 @@ class TrainerRank:
         """Publish the weights under a new lineage, let the data module go on from their number, make the loop."""
         session, buffer, telemetry = self._session, self._buffer, self._telemetry
         weights = open_store(self._config, self._context.run_id, self._context.node_id)
-        publisher = WeightPublisher(Publisher(weights, Path(self._config.model.path)), session.state_tensors)
+        relay = Publisher(weights, Path(self._config.model.path))
+        publisher = WeightPublisher(relay, session.state_tensors, lambda: session.probe)
         authority = Authority(buffer, publisher, weights.newest, telemetry, self._thread, session.progress, session.frontier)
         await authority.open(len(session.replayed))
         self._loop = TrainingLoop(self._config, session, publisher, buffer, telemetry, authority, self._thread, self._clock)

@@ -12,7 +12,9 @@ from laminar.cli import check as check_command
 from laminar.cli import control as control_commands
 from laminar.cli import dashboard as dashboard_command
 from laminar.cli import doctor as doctor_command
+from laminar.cli import evaluate as evaluate_command
 from laminar.cli import explain as explain_command
+from laminar.cli import export as export_command
 from laminar.cli import logs as logs_command
 from laminar.cli import report as report_command
 from laminar.cli import run as run_commands
@@ -20,6 +22,7 @@ from laminar.cli import scale as scale_command
 from laminar.cli import show as show_command
 from laminar.cli import simulate as simulate_command
 from laminar.cli import status as status_command
+from laminar.cli import train as train_command
 from laminar.errors import LaminarError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__.splitlines()[0], pretty_exceptions_enable=False)
@@ -36,6 +39,9 @@ app.command(name="show")(show_command.show)
 app.command(name="report")(report_command.report)
 app.command(name="doctor")(doctor_command.doctor)
 app.command(name="scale")(scale_command.scale)
+app.command(name="train")(train_command.train)
+app.command(name="eval")(evaluate_command.evaluate)
+app.command(name="export")(export_command.export)
 app.command(name="check")(check_command.check)
 app.command(name="explain")(explain_command.explain)
 app.command(name="simulate")(simulate_command.simulate)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from laminar.cli.detach import start_detached, tell
 from laminar.cli.report import write_report
 from laminar.config.check import check_config
 from laminar.config.load import dump_toml, load_config
@@ -31,29 +32,46 @@ LAST_LIFE_SECONDS = 30.0
 OnEvent = Callable[[Event, RunView], None]
 Say = Callable[[str], None]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, such as trainer.learning_rate=1e-6")]
+Detach = Annotated[
+    bool,
+    typer.Option("--detach", "-d", help="Return at once; the run outlives the terminal, its output is in the run folder"),
+]
 
 
 def run(
     config: Annotated[Path, typer.Argument(help="The config file (TOML)")],
     overrides: Overrides = None,
+    detach: Detach = False,
+    into: Annotated[Path | None, typer.Option(hidden=True, help="The folder that --detach has made")] = None,
 ) -> None:
     """Start a run and stay with it. Ctrl-C finishes the step, saves a checkpoint and ends everything."""
     settings = load_config(config, overrides or [])
+    if into is not None:
+        live(settings, RunFolder(into), config.resolve().parent)
+        return
     for warning in check_config(settings):
         typer.secho(f"note: {warning}", fg="yellow", err=True)
     folder = RunFolder.create(Path(settings.run.directory), settings.run.name)
     folder.config.write_text(dump_toml(settings))
+    if detach:
+        arguments = ["run", str(config.resolve()), *(overrides or []), "--into", str(folder.path.resolve())]
+        tell(folder, start_detached(folder, arguments))
+        return
     live(settings, folder, config.resolve().parent)
 
 
 def resume(
     folder: Annotated[Path, typer.Argument(help="The run folder")],
     overrides: Overrides = None,
+    detach: Detach = False,
 ) -> None:
     """Go on from a run's newest checkpoint, under a new lineage."""
     run_folder = RunFolder.open(folder)
     settings = load_config(run_folder.config, overrides or [])
     check_config(settings)
+    if detach:
+        tell(run_folder, start_detached(run_folder, ["resume", str(folder.resolve()), *(overrides or [])]))
+        return
     live(settings, run_folder, run_folder.path)
 
 

@@ -47,7 +47,7 @@ class Crew:
         self._trainer_ended = asyncio.Event()
         self._trainer_ended.set()
         self._master_node = ""
-        self._relays = Relays(self._keep, self._process, self._start)
+        self._relays = Relays(self._keep, self._process, self._start, config.relay.num_gpus)
         self._manager: RoleProcess | None = None
         self.restarts: Counter[str] = Counter()
         self.is_stopping = False
@@ -87,6 +87,7 @@ class Crew:
         except (LaminarError, TimeoutError) as error:
             logger.info("retiring %s: %s", name, error)
         worker.kill()
+        await self._tell_retired(name)
 
     async def train(self) -> dict[str, Any]:
         """The trainer's lives, one after another, until one ends in order.
@@ -101,15 +102,17 @@ class Crew:
             result = await self._run_trainer()
 
         await self._keep("trainer", life)
+        for spec in trainer_specs(self._config, ""):
+            await self._tell_retired(spec.name)
         return result
 
-    async def evaluate(self, prompts: list[bytes], min_number: int) -> Any:
-        """Have one worker answer held-out prompts with a version of at least this number."""
-        async with asyncio.timeout(self._config.eval.timeout_seconds):
+    async def evaluate(self, prompts: list[bytes], min_number: int, wait_seconds: float) -> Any:
+        """Have one worker answer held-out prompts with a version of at least this number, awaited so long."""
+        async with asyncio.timeout(2 * wait_seconds + self._config.eval.timeout_seconds):  # its own deadlines come first
             async with self._workers_changed:
                 await self._workers_changed.wait_for(lambda: bool(self._workers))
             worker = self._workers[min(self._workers)]
-            return await worker.call("evaluate", prompts, min_number)
+            return await worker.call("evaluate", prompts, min_number, wait_seconds)
 
     async def limit_in_flight(self, num_groups: int) -> None:
         """Let workers play at most so many groups at once, from now on and after their restarts."""
@@ -146,6 +149,11 @@ class Crew:
                 logger.info("stopping %s: %s", role.spec.name, error)
         for process in (*(role for role, _ in ends), *self._ranks):
             process.kill()
+            await self._tell_retired(process.spec.name)
+
+    async def _tell_retired(self, role: str) -> None:
+        """A role that ended in order is not silent, it is gone."""
+        await self._telemetry.emit("retired", fields={"role": role})
 
     async def _keep(self, role: str, life: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run lives of a role until one returns in order or the budget is used up."""

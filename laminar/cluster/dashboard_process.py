@@ -1,6 +1,7 @@
 """The dashboard beside a run: a process of its own, so that many readers never slow the supervisor.
 
-The port is bound here, so that one that is taken stops the run at its start, by name; the process inherits it.
+The port is bound here, so that one that is taken stops the run at its start, by name; the process inherits it, and so does
+the one that takes its place when it dies.
 """
 
 import contextlib
@@ -30,13 +31,18 @@ class DashboardProcess:
     """
 
     def __init__(self, config: DashboardConfig, folder: Path, log: Path) -> None:
-        with bind(config.host, config.port) as listening, log.open("ab") as output:
-            self.url = url_of(listening)
-            descriptor = listening.fileno()
-            self._process = subprocess.Popen(
+        self._config, self._folder, self._log = config, folder, log
+        self._listening = bind(config.host, config.port)
+        self.url = url_of(self._listening)
+        self._process = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        descriptor = self._listening.fileno()
+        with self._log.open("ab") as output:
+            return subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "laminar.cli.main", "dashboard", str(folder)),
-                    *("--host", config.host, "--descriptor", str(descriptor)),
+                    *(sys.executable, "-m", "laminar.cli.main", "dashboard", str(self._folder)),
+                    *("--host", self._config.host, "--descriptor", str(descriptor)),
                 ],
                 pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
@@ -44,6 +50,13 @@ class DashboardProcess:
                 stderr=output,
                 start_new_session=True,
             )
+
+    def ensure(self) -> bool:
+        """Start it again, on the same port, if it has ended; whether that was needed."""
+        if self._process.poll() is None:
+            return False
+        self._process = self._start()
+        return True
 
     @property
     def pid(self) -> int:
@@ -57,3 +70,4 @@ class DashboardProcess:
             self._process.wait(END_SECONDS)
         self._process.kill()
         self._process.wait()
+        self._listening.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 from laminar.codec import encode_prompt
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import bytes_per_group
+from laminar.config.sizes import bytes_per_group, members_per_group
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
 from laminar.plugins import load_attribute
@@ -38,7 +38,7 @@ class RunData:
         await pool.configure(
             num_prompts=len(self.prompts),
             prompts_per_step=config.trainer.prompts_per_step,
-            group_size=config.rollout.group_size,
+            group_size=members_per_group(config),
             max_staleness=config.staleness.bound,
             max_attempts=config.rollout.max_attempts,
             min_group_size=config.rollout.min_group_size,

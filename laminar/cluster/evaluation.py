@@ -1,57 +1,114 @@
-"""Evaluations of a run: on held-out prompts, by a live worker, with one version. A failing one is told and stops nothing."""
+"""Evaluations of a run: on held-out prompts, by a live worker, with one version.
 
+A failing one is told, and stops nothing unless `eval.on_failure` says so. Each is asked for before its version is there, so
+that the worker holds that version as soon as it has it.
+"""
+
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 from laminar.cluster.crew import Crew
-from laminar.config.system import EvalConfig
-from laminar.errors import LaminarError
+from laminar.cluster.ray_cluster import RoleDiedError
+from laminar.config.root import LaminarConfig
+from laminar.errors import DeadlineError, LaminarError, RunFailedError
+from laminar.scores import EvaluationReport
 from laminar.telemetry.files import read_lines
 from laminar.telemetry.stream import TelemetryWriter
 
+RETRY_SECONDS = 0.5
+
 
 class Evaluations:
-    """The evaluations around training.
+    """The evaluations before, during and after training.
 
     Args:
-        config: `[eval]`.
+        config: the run's settings.
         held_out: encoded prompts; none switches evaluation off.
         metrics: the run's `metrics.jsonl`, which knows what earlier lives evaluated.
     """
 
     def __init__(
         self,
-        config: EvalConfig,
+        config: LaminarConfig,
         held_out: list[bytes],
         metrics: Path,
         crew: Crew,
         telemetry: TelemetryWriter,
         say: Callable[[str], None],
     ) -> None:
-        self._held_out, self._crew, self._telemetry, self._say = held_out, crew, telemetry, say
-        evaluated = metrics.exists() and any(line["kind"] == "evaluation" for line in read_lines(metrics))
-        self.wants_start = bool(held_out) and config.at_start and not evaluated
-        self.wants_end = bool(held_out) and config.at_end
-
-    async def evaluate(self, min_number: int) -> None:
-        """Evaluate one version of at least this number."""
-        try:
-            result = await self._crew.evaluate(self._held_out, min_number)
-        except (LaminarError, TimeoutError) as error:
-            text = f"evaluation failed: {str(error) or 'it took longer than eval.timeout_seconds'}"
-            self._say(text)
-            await self._telemetry.emit("notice", fields={"text": text})
-            return
-        metrics = {
-            "eval/accuracy": result.accuracy,
-            "eval/num_prompts": len(result.rewards),
-            "eval/failed": len(result.failures),
-            "eval/version_number": result.version_number,
-        }
-        count = len(result.rewards)
-        self._say(f"held-out accuracy at version {result.version_number}: {result.accuracy:.3f} ({count} prompts)")
-        await self._telemetry.emit("evaluation", metrics, fields={"step": result.version_number})
+        self._config, self._held_out = config.eval, held_out
+        self._patience_seconds = config.run.no_progress_seconds
+        self._crew, self._telemetry, self._say = crew, telemetry, say
+        lines = read_lines(metrics) if metrics.exists() else []
+        self._evaluated = {int(line["step"]) for line in lines if line["kind"] == "evaluation"}
+        self._last_step = max((int(line["step"]) for line in lines), default=0)
+        self._pending: tuple[int, asyncio.Task[None]] | None = None
+        self.wants_start = bool(held_out) and config.eval.at_start and not self._evaluated
+        self.wants_end = bool(held_out) and config.eval.at_end
 
     async def evaluate_start(self) -> None:
         """Evaluate the version that workers start with."""
-        await self.evaluate(0)
+        await self._evaluate(0, self._config.timeout_seconds)
+
+    async def run(self) -> None:
+        """Evaluate every `eval.every_steps` versions, until cancelled; returns at once if there are none to evaluate.
+
+        Consumes: versions that a worker holds. Produces: evaluations. Waits for: the next version that is due.
+        """
+        every, reached = self._config.every_steps, self._last_step
+        if not self._held_out or every is None:
+            return
+        async with asyncio.TaskGroup() as group:
+            while True:
+                due = (reached // every + 1) * every
+                self._pending = due, group.create_task(self._evaluate_due(due))
+                await self._pending[1]
+                reached = max(due, *self._evaluated, 0)
+
+    async def finish(self, step: int) -> None:
+        """Evaluate the last version, if that is wanted and has not happened; an evaluation that is due ends first."""
+        if self._pending is not None and self._pending[0] <= step:
+            await asyncio.wait([self._pending[1]])
+        if self.wants_end and step not in self._evaluated:
+            await self._evaluate(step, self._config.timeout_seconds)
+
+    async def _evaluate_due(self, number: int) -> None:
+        """Evaluate a version that is yet to come; workers may die, and the run may pause, before it is there."""
+        while True:
+            try:
+                return await self._evaluate(number, self._patience_seconds, is_due_later=True)
+            except (RoleDiedError, DeadlineError):  # its worker died, or the version did not come yet
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _evaluate(self, min_number: int, wait_seconds: float, *, is_due_later: bool = False) -> None:
+        """Evaluate one version of at least this number.
+
+        Raises:
+            RunFailedError: it failed, and the run is to stop then.
+        """
+        try:
+            result = await self._crew.evaluate(self._held_out, min_number, wait_seconds)
+        except (LaminarError, TimeoutError) as error:
+            if is_due_later and isinstance(error, RoleDiedError | DeadlineError):
+                raise
+            text = f"evaluation failed: {str(error) or 'no worker answered in time'}"
+            self._say(text)
+            await self._telemetry.emit("notice", fields={"text": text})
+            if self._config.on_failure == "stop":
+                raise RunFailedError(f'{text} (eval.on_failure is "stop")') from error
+            return
+        report: EvaluationReport = result.report(self._config)
+        self._evaluated.add(report.version_number)
+        self._say(describe(report))
+        await self._telemetry.emit("evaluation", report.metrics(), fields={"step": report.version_number})
+
+
+def describe(report: EvaluationReport) -> str:
+    """One line for people."""
+    mean = report.mean
+    spread = "" if mean.low is None else f" (95 %: {mean.low:.3f} to {mean.high:.3f})"
+    further = [f"pass@{k} {estimate.value:.3f}" for k, estimate in report.pass_at.items() if k > 1]
+    failed = f", {report.num_failed} failed" if report.num_failed else ""
+    parts = "; ".join([f"held-out accuracy at version {report.version_number}: {mean.value:.3f}{spread}", *further])
+    return f"{parts}; {report.num_prompts} prompts{failed}"

@@ -17,7 +17,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from laminar.allocator import keep_freed_memory
+from laminar.allocator import exempt_from_collection, keep_freed_memory
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, RoleSpec
 from laminar.config.load import append_user_modules
 from laminar.config.root import LaminarConfig
@@ -166,6 +166,7 @@ class _RoleActor:
         role = getattr(importlib.import_module(module), name)
         self._role = role(replace(context, role=spec.name, node_id=node_id, node_address=address), config, **spec.arguments)
         self._logger = logging.getLogger(f"laminar.{spec.name}")
+        exempt_from_collection()
 
     async def whereabouts(self) -> tuple[int, str]:
         return os.getpid(), ray.get_runtime_context().get_node_id()

@@ -34,6 +34,7 @@ class Relays:
         keep: runs lives of a role until one returns in order, within the run's budget of restarts.
         new_process: makes a process of a role.
         start: places and starts it, by a deadline in seconds.
+        num_gpus: that Ray sets aside for each.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class Relays:
         keep: Callable[[str, Life], Awaitable[None]],
         new_process: Callable[[RoleSpec], RoleProcess],
         start: Callable[[RoleProcess, float], Awaitable[None]],
+        num_gpus: float = 0,
     ) -> None:
-        self._keep, self._new_process, self._start = keep, new_process, start
+        self._keep, self._new_process, self._start, self._num_gpus = keep, new_process, start, num_gpus
         self._nodes: list[str] = []
         """Machines that need a relay, in the order in which that became known; the place is the relay's number."""
         self._kept: set[str] = set()
@@ -103,7 +105,8 @@ class Relays:
         """One life after another, as often as the relay changes between master and hop."""
         while node_id in living_nodes():
             is_master = node_id == self._master
-            process = self._new_process(relay_spec(self._nodes.index(node_id), node_id, is_master=is_master))
+            spec = relay_spec(self._nodes.index(node_id), node_id, is_master=is_master, num_gpus=self._num_gpus)
+            process = self._new_process(spec)
             try:
                 await self._start(process, START_SECONDS)
                 async with self._changed:

@@ -61,9 +61,10 @@ class RoleSpec:
     is_wish: bool = False
 
 
-def relay_spec(index: int, node_id: str, *, is_master: bool) -> RoleSpec:
+def relay_spec(index: int, node_id: str, *, is_master: bool, num_gpus: float = 0) -> RoleSpec:
     """The relay of one machine."""
-    return RoleSpec(f"relay-{index}", "relay.role:RelayRole", {"is_master": is_master}, node_id=node_id)
+    arguments = {"is_master": is_master}
+    return RoleSpec(f"relay-{index}", "relay.role:RelayRole", arguments, num_gpus=num_gpus, node_id=node_id)
 
 
 def trainer_specs(config: LaminarConfig, meeting: str, master_node: str = "") -> list[RoleSpec]:

@@ -1,4 +1,4 @@
-"""How many rollout workers a run has: a number in the data module that `laminar scale` changes and the supervisor follows.
+"""How many rollout workers a run has: a number that signed requests change (`laminar scale`) and the supervisor follows.
 
 A new worker starts from the newest version on its machine, as any. One that goes gives its groups back: others go on with
 what had been put by, and its guests go elsewhere. A worker that cannot be placed is told of, and the number goes back; a run
@@ -6,107 +6,87 @@ does not end for want of a further worker. It knows neither engines nor groups.
 """
 
 import asyncio
-from collections.abc import Callable
-
-import redis.exceptions
-from redis.asyncio import Redis
+from collections.abc import Callable, Mapping
 
 from laminar.cluster.crew import Crew
+from laminar.config.rollout import RolloutConfig
 from laminar.errors import ConfigError, EnvironmentSetupError
 from laminar.telemetry.stream import TelemetryWriter
 
-POLL_SECONDS = 0.5
 SPARE_WORKERS = 64
 """Further workers for which a local Ray is told that it has CPUs; they are numbers there, nobody reserves cores."""
 
 
-def wanted_key(run_id: str) -> str:
-    """Where the wanted number of workers stands."""
-    return f"laminar:{run_id}:control:rollouts"
-
-
-async def change_wanted(client: Redis, run_id: str, text: str) -> int:
-    """Change the wanted number: `+2` and `-1` are added, `4` is taken as it is; returns the new number.
+def wanted_number(text: str, now: int) -> int:
+    """The number that `+2`, `-1` (added to the present one) or `4` asks for (pure).
 
     Raises:
         ConfigError: it is no number, or would leave no worker.
     """
     if not text.removeprefix("+").removeprefix("-").isdecimal():
         raise ConfigError(f"--rollouts {text!r} is no number of workers; write +2, -1 or 4")
-    key = wanted_key(run_id)
-    if text[0] in "+-":
-        wanted = int(await client.incrby(key, int(text)))
-        if wanted < 1:
-            await client.incrby(key, -int(text))
-            raise ConfigError(f"--rollouts {text} would leave {wanted} workers; a run needs at least 1")
-        return wanted
-    if int(text) < 1:
-        raise ConfigError("--rollouts 0 would leave no worker; stop the run instead")
-    await client.set(key, int(text))
-    return int(text)
+    wanted = now + int(text) if text[0] in "+-" else int(text)
+    if wanted < 1:
+        raise ConfigError(f"--rollouts {text} would leave {wanted} workers; a run needs at least 1, or stop it instead")
+    return wanted
 
 
 class Scaling:
     """Follows the wanted number.
 
     Args:
-        client: of the data module.
-        run_id: the run.
-        num_workers: how many there are at the start, numbered from 0.
+        rollout: how many workers there are at the start, numbered from 0, and whether more of them want a manager.
         crew: starts and retires them.
+        telemetry: told of changes.
+        say: for the user.
+
+    Attributes:
+        wanted: the number.
     """
 
-    def __init__(
-        self,
-        client: Redis,
-        run_id: str,
-        num_workers: int,
-        crew: Crew,
-        telemetry: TelemetryWriter,
-        say: Callable[[str], None],
-    ) -> None:
-        self._client, self._key, self._num_workers = client, wanted_key(run_id), num_workers
+    def __init__(self, rollout: RolloutConfig, crew: Crew, telemetry: TelemetryWriter, say: Callable[[str], None]) -> None:
+        self.wanted = self._num_workers = rollout.num_workers
+        self._rollout, self._has_manager = rollout, False
         self._crew, self._telemetry, self._say = crew, telemetry, say
+        self._changed = asyncio.Event()
+
+    async def change(self, arguments: Mapping[str, str]) -> str:
+        """`scale`: more or fewer workers, by `rollouts`.
+
+        Raises:
+            ConfigError: it is no number, or would leave no worker.
+        """
+        before, self.wanted = self.wanted, wanted_number(arguments.get("rollouts", ""), self.wanted)
+        self._changed.set()
+        return f"{before} -> {self.wanted} rollout workers wanted"
 
     async def run(self) -> None:
         """Start and retire workers until cancelled.
 
         Consumes: the wanted number. Produces: workers, the highest numbers last come and first gone. Waits for: a change.
         """
-        await self._write(self._num_workers)
         async with asyncio.TaskGroup() as group:
             while True:
-                wanted = await self._read()
-                while self._num_workers < wanted:
+                if not self._has_manager and self._rollout.wants_manager(self._num_workers):
+                    self._has_manager = True
+                    group.create_task(self._crew.keep_manager())
+                await self._changed.wait()
+                self._changed.clear()
+                while self._num_workers < self.wanted:
                     group.create_task(self._keep(self._num_workers))
                     self._num_workers += 1
                     await self._tell(f"scaled to {self._num_workers} rollout workers")
-                while 1 <= wanted < self._num_workers:
+                while self.wanted < self._num_workers:
                     self._num_workers -= 1
                     await self._crew.retire_worker(self._num_workers)
                     await self._tell(f"scaled to {self._num_workers} rollout workers")
-                await asyncio.sleep(POLL_SECONDS)
 
     async def _keep(self, index: int) -> None:
         try:
             await self._crew.keep_worker(index)
         except EnvironmentSetupError as error:
-            self._num_workers = min(self._num_workers, index)
-            await self._write(self._num_workers)
+            self.wanted = self._num_workers = min(self._num_workers, index)
             await self._tell(f"no further worker: {error}")
-
-    async def _read(self) -> int:
-        try:
-            value = await self._client.get(self._key)
-        except (redis.exceptions.RedisError, OSError):
-            value = None  # the data keeper sees to it
-        return self._num_workers if value is None else int(value)
-
-    async def _write(self, number: int) -> None:
-        try:
-            await self._client.set(self._key, number)
-        except (redis.exceptions.RedisError, OSError):
-            return
 
     async def _tell(self, text: str) -> None:
         self._say(text)

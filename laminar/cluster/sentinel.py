@@ -25,17 +25,32 @@ class Sentinel:
     """The supervisor's handle on its sentinel."""
 
     def __init__(self, run_id: str, folders: list[str], life_lock: int | None = None) -> None:
-        self._folders = folders
+        self._run_id, self._folders, self._life_lock = run_id, folders, life_lock
+        self._process = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
         environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "laminar.cluster.sentinel", "--run-id", run_id, *folders],
+        return subprocess.Popen(
+            [sys.executable, "-m", "laminar.cluster.sentinel", "--run-id", self._run_id, *self._folders],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            pass_fds=() if life_lock is None else (life_lock,),
+            pass_fds=() if self._life_lock is None else (self._life_lock,),
             env=environment,
         )
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def ensure(self) -> bool:
+        """Start it again if somebody killed it; whether that was needed."""
+        if self._process.poll() is None:
+            return False
+        self._process = self._start()
+        return True
 
     def dismiss(self, seconds: float = 30.0) -> None:
         """Tell it that all is in order; it makes sure of that, and ends."""

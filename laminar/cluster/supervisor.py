@@ -23,15 +23,18 @@ from typing import Any
 
 import redis.exceptions
 
-from laminar.cluster.control_desk import ControlDesk
+from laminar.cluster.children import Child, keep_children
+from laminar.cluster.control_desk import Action, ControlDesk
 from laminar.cluster.crew import STOP_SECONDS, Crew
 from laminar.cluster.dashboard_process import DashboardProcess
 from laminar.cluster.data import RunData, load_run_data
 from laminar.cluster.data_keeper import DataKeeper
 from laminar.cluster.diagnosis import diagnose
 from laminar.cluster.evaluation import Evaluations
+from laminar.cluster.housekeeping import Housekeeper
 from laminar.cluster.hub import with_local_model
 from laminar.cluster.live_settings import LiveSettings
+from laminar.cluster.observer_process import ObserverProcess
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
 from laminar.cluster.ray_cluster import RayCluster
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, cpus_needed
@@ -44,7 +47,8 @@ from laminar.experience.client import check_server, connect
 from laminar.experience.server import EmbeddedServer
 from laminar.run_folder import RunFolder, RunState
 from laminar.telemetry.files import MetricsFile
-from laminar.telemetry.observer import Observer
+from laminar.telemetry.follower import Follower
+from laminar.telemetry.observer import settle
 from laminar.telemetry.stream import Event, TelemetryReader, TelemetryWriter
 from laminar.telemetry.view import RunView
 
@@ -88,6 +92,7 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._is_giving_up = False
         self._server: EmbeddedServer | None = None
+        self._children: dict[str, Child] = {}
         self.outcome = Outcome(folder, RunView(config.run.max_steps))
 
     async def run(self) -> Outcome:
@@ -130,6 +135,7 @@ class Supervisor:
         folders = [str(Path(self._config.relay.root) / f"laminar-{state.run_id}-*"), scratch]
         sentinel = Sentinel(state.run_id, folders, self._life_lock)
         stack.callback(sentinel.dismiss)
+        self._children["sentinel"] = sentinel
         stack.callback(end_processes, state.run_id, STOP_SECONDS)
 
         self._serve_dashboard(stack)
@@ -162,6 +168,7 @@ class Supervisor:
             dashboard = DashboardProcess(self._config.dashboard, self._folder.path, log)
             stack.callback(dashboard.stop)
             self._folder.update_state(dashboard_url=dashboard.url)
+            self._children["dashboard"] = dashboard
             self._note_process("dashboard", dashboard.pid)
             self._say(f"dashboard: {dashboard.url}")
 
@@ -197,49 +204,70 @@ class Supervisor:
         view = self.outcome.view
         telemetry = TelemetryWriter(self._redis, context.run_id, "supervisor")
         reader = TelemetryReader(self._redis, context.run_id)
-        observer = Observer(
-            reader, MetricsFile(self._folder.metrics), view, lambda event: self._on_event(event, view), self._folder
-        )
+        metrics = MetricsFile(self._folder.metrics)
+        await settle(reader, metrics)
+        await reader.forget()
+        follower = Follower(reader, view, metrics.last_step, lambda event: self._on_event(event, view))
         self._say(f"starting the trainer and {self._config.rollout.num_workers} rollout worker(s)")
         crew = Crew(self._config, context, telemetry, self._say, self._note_process)
         self.outcome.restarts = crew.restarts
+        observer = ObserverProcess(
+            self._folder.path, self._folder.logs / "observer.log", crew.restarts, self._note_process, telemetry
+        )
         keeper = DataKeeper(
             self._server, self._redis, data, context.run_id, self._config, crew.restarts, telemetry, self._say
         )
         live = LiveSettings(self._config, self._folder, self._redis, context.run_id, data, keeper, crew)
-        actions = {Verb.STOP: self._stop_by_request, Verb.PAUSE: live.pause, Verb.UNPAUSE: live.unpause, Verb.SET: live.set}
+        scaling = Scaling(self._config.rollout, crew, telemetry, self._say)
+        actions: dict[Verb, Action] = {
+            Verb.STOP: self._stop_by_request, Verb.PAUSE: live.pause, Verb.UNPAUSE: live.unpause, Verb.SET: live.set,
+            Verb.SCALE: scaling.change,
+        }  # fmt: skip
         began = self._folder.read_state().started_at
         desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say, began)
         held_out = data.encoded_held_out()
-        evaluations = Evaluations(self._config.eval, held_out, self._folder.metrics, crew, telemetry, self._say)
-        workers = self._config.rollout.num_workers
-        scaling = Scaling(self._redis, context.run_id, workers, crew, telemetry, self._say)
+        evaluations = Evaluations(self._config, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
             async with asyncio.TaskGroup() as group:
-                await observer.settle_last_life()
                 background = [
+                    group.create_task(follower.run()),
                     group.create_task(observer.run()),
                     group.create_task(self._measure_memory(context.run_id)),
                     group.create_task(crew.keep_relays()),
-                    *([group.create_task(crew.keep_manager())] if self._config.rollout.wants_manager else []),
                     group.create_task(keeper.run()),
                     group.create_task(desk.run()),
                     group.create_task(scaling.run()),
+                    group.create_task(self._housekeeper(telemetry).run()),
+                    group.create_task(keep_children(self._children, crew.restarts, telemetry)),
+                    group.create_task(evaluations.run()),
                 ]
-                await self._train(crew, evaluations, observer, live, group, background)
+                await self._train(crew, evaluations, follower, live, group, background)
                 await crew.stop()
                 await cancel_all(background)
         except* LaminarError as failures:
-            raise first_error(failures) from None
+            error = first_error(failures)
+            await telemetry.emit("alert", fields={"name": "run_failed", "text": f"the run gave up: {error}"})
+            raise error from None
         finally:
             with contextlib.suppress(redis.exceptions.RedisError):
-                await observer.drain()
+                await follower.drain()
+            if not await observer.end():
+                await self._write_what_is_left(context)
+
+    def _housekeeper(self, telemetry: TelemetryWriter) -> Housekeeper:
+        disks = [self._folder.path, Path(self._config.relay.root)]
+        return Housekeeper([self._folder.logs, self._folder.redis], disks, telemetry, self._say)
+
+    async def _write_what_is_left(self, context: RoleContext) -> None:
+        """The observer did not end in order: its last lines are written here, for the report needs them."""
+        with contextlib.suppress(redis.exceptions.RedisError, OSError):
+            await settle(TelemetryReader(self._redis, context.run_id), MetricsFile(self._folder.metrics))
 
     async def _train(
         self,
         crew: Crew,
         evaluations: Evaluations,
-        observer: Observer,
+        follower: Follower,
         live: LiveSettings,
         group: asyncio.TaskGroup,
         background: list["asyncio.Task[None]"],
@@ -247,7 +275,7 @@ class Supervisor:
         """Training and the evaluations around it; a stop signal cuts it short in order."""
         self._folder.update_state(status="running")
         training = group.create_task(crew.train())
-        progress = group.create_task(self._watch_progress(crew, observer, live))
+        progress = group.create_task(self._watch_progress(crew, follower, live))
         for index in range(self._config.rollout.num_workers):
             evaluation = evaluations.evaluate_start if evaluations.wants_start and index == 0 else None
             background.append(group.create_task(crew.keep_worker(index, evaluation)))
@@ -262,10 +290,9 @@ class Supervisor:
         progress.cancel()
         result = training.result()
         self.outcome.status, self.outcome.reason = "finished", str(result.get("reason", ""))
-        if evaluations.wants_end:
-            evaluating = group.create_task(evaluations.evaluate(int(result["step"])))
-            await asyncio.wait([evaluating, stopping], return_when=asyncio.FIRST_COMPLETED)
-            evaluating.cancel()
+        evaluating = group.create_task(evaluations.finish(int(result["step"])))
+        await asyncio.wait([evaluating, stopping], return_when=asyncio.FIRST_COMPLETED)
+        evaluating.cancel()
         stopping.cancel()
 
     async def _stop_training(self, crew: Crew, training: "asyncio.Task[dict[str, Any]]") -> None:
@@ -294,22 +321,22 @@ class Supervisor:
             self.outcome.peak_resident_bytes = max(self.outcome.peak_resident_bytes, used)
             await asyncio.sleep(MEMORY_SECONDS)
 
-    async def _watch_progress(self, crew: Crew, observer: Observer, live: LiveSettings) -> None:
+    async def _watch_progress(self, crew: Crew, follower: Follower, live: LiveSettings) -> None:
         """End a run in which no step ends for too long, saying who waits for what."""
         limit = self._config.run.no_progress_seconds
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             if live.is_paused:
-                observer.last_progress = time.monotonic()
-            if time.monotonic() - observer.last_progress > limit:
-                raise RunFailedError(await self._give_up(crew, observer, limit))
+                follower.last_progress = time.monotonic()
+            if time.monotonic() - follower.last_progress > limit:
+                raise RunFailedError(await self._give_up(crew, follower, limit))
 
-    async def _give_up(self, crew: Crew, observer: Observer, limit: float) -> str:
+    async def _give_up(self, crew: Crew, follower: Follower, limit: float) -> str:
         """Write down who waits for what, let the trainer save what it has, and say so."""
         self._is_giving_up = True
-        waits, saved, where = observer.view.trainer_wait or "nothing that it named", "the last checkpoint stands", ""
+        waits, saved, where = follower.view.trainer_wait or "nothing that it named", "the last checkpoint stands", ""
         with contextlib.suppress(OSError):
-            where = f"; see {await diagnose(self._folder, self._redis, self._folder.path.name, observer.view, limit)}"
+            where = f"; see {await diagnose(self._folder, self._redis, self._folder.path.name, follower.view, limit)}"
         with contextlib.suppress(LaminarError, TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 if await crew.save_and_end():

@@ -7,13 +7,14 @@ tell (memory, ports, GPUs) is found out at start.
 import os
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from laminar.config.check_algorithm import algorithm_faults
 from laminar.config.check_plugins import algorithm_options, needs_exact_logprobs, plugin_faults
 from laminar.config.check_sources import source_faults, source_notes
 from laminar.config.check_warnings import episode_warnings, machine_warnings, pace_warnings
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import bytes_per_group, longest_row_tokens
+from laminar.config.sizes import bytes_per_group, longest_evaluation_tokens, longest_row_tokens, members_per_group
 from laminar.errors import ConfigError
 
 _REDIS_URL = re.compile(r"embedded|(rediss?|unix)://.+")
@@ -36,7 +37,9 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
         _group_faults,
         _capacity_faults,
         _sampling_faults,
+        _evaluation_faults,
         _engine_faults,
+        _relay_faults,
         source_faults,
         plugin_faults,
         algorithm_faults,
@@ -62,10 +65,15 @@ def _group_faults(config: LaminarConfig) -> Iterator[str]:
             f"`rollout.group_size` is 1: {trainer.algorithm.kind} compares a group's members, so every advantage "
             "would be 0; use 2 or more"
         )
-    elif rollout.min_group_size > rollout.group_size:
+    elif rollout.min_group_size > members_per_group(config):
         yield (
             f"`rollout.min_group_size` is {rollout.min_group_size}, above `rollout.group_size` = {rollout.group_size}: "
             "no group would ever be trained; lower it"
+        )
+    if rollout.over_provision > 1 and config.staleness.bound == 0:
+        yield (
+            f"`rollout.over_provision` is {rollout.over_provision:g} with `staleness.max_staleness` = 0: a batch is then "
+            "exactly what was admitted, and nothing may be let go; set it to 1, or the bound to 1 or more"
         )
     if trainer.mini_batches > trainer.prompts_per_step:
         yield (
@@ -108,6 +116,38 @@ def _sampling_faults(config: LaminarConfig) -> Iterator[str]:
         yield f"`rollout.sampling.top_k` is {sampling.top_k}: {reason}; set it to -1"
 
 
+def _relay_faults(config: LaminarConfig) -> Iterator[str]:
+    relay = config.relay
+    if relay.num_gpus and relay.transport != "collective":
+        yield (
+            f"`relay.num_gpus` is {relay.num_gpus:g}, but transport `{relay.transport}` uses no GPU; set it to 0, or "
+            '`relay.transport` to "collective"'
+        )
+    is_shared = 0 < relay.num_gpus < 1 and (config.rollout.engine.num_gpus > 0 or config.trainer.num_gpus_per_rank > 0)
+    if is_shared and not relay.shares_gpu_by_mps:
+        yield (
+            f"`relay.num_gpus` is {relay.num_gpus:g}: NCCL would share a GPU with an engine or a trainer. Kernels of two "
+            "processes do not run at once without MPS, and a waiting NCCL kernel takes the other's time; set it to 1, to 0 "
+            "(gloo), or start MPS and set `relay.shares_gpu_by_mps`"
+        )
+    if relay.transport == "mooncake" and find_spec("mooncake") is None:
+        yield '`relay.transport` is "mooncake", which is not installed: `pip install laminar-rl[mooncake]`'
+
+
+def _evaluation_faults(config: LaminarConfig) -> Iterator[str]:
+    evaluation, longest = config.eval, longest_evaluation_tokens(config)
+    if evaluation.samples_per_prompt > 1 and evaluation.temperature == 0:
+        yield (
+            f"`eval.samples_per_prompt` is {evaluation.samples_per_prompt}, but `eval.temperature` is 0: every sample would "
+            "be the same; set the temperature above 0, such as 1"
+        )
+    if evaluation.path and config.rollout.engine.max_cached_tokens < longest:
+        yield (
+            f"`rollout.engine.max_cached_tokens` is {config.rollout.engine.max_cached_tokens}: the longest trajectory of an "
+            f"evaluation has {longest} tokens (`eval.max_new_tokens`) and must fit; raise the one or lower the other"
+        )
+
+
 def _engine_faults(config: LaminarConfig) -> Iterator[str]:
     engine = config.rollout.engine
     if engine.kind == "torch" and engine.tensor_parallel_size > 1:
@@ -117,6 +157,11 @@ def _engine_faults(config: LaminarConfig) -> Iterator[str]:
         )
     if config.trainer.kind == "emulated" and config.trainer.num_ranks > 1:
         yield f"`trainer.num_ranks` is {config.trainer.num_ranks}: the emulated trainer has one rank; set it to 1"
+    if engine.weight_load == "pinned" and engine.kind in ("torch", "emulated"):
+        yield (
+            f'`rollout.engine.weight_load` is "pinned", but the {engine.kind} engine maps or reads the file by itself; '
+            'set it to "disk", or `rollout.engine.kind` to "sglang"'
+        )
     if 0 < engine.num_gpus < engine.tensor_parallel_size and engine.tensor_parallel_size > 1:
         yield (
             f"`rollout.engine.num_gpus` is {engine.num_gpus:g}: a replica split over `tensor_parallel_size` = "

@@ -16,6 +16,7 @@ def algorithm_faults(config: LaminarConfig) -> Iterator[str]:
     options = algorithm_options(config)
     yield from _ratio_faults(config, getattr(options, "ratio_to", None))
     yield from _bound_faults(config.trainer.correction)
+    yield from _cost_faults(config, getattr(options, "cost", None))
     if getattr(options, "kl_coef", None) == 0 and config.model.reference:
         yield (
             f'`model.reference` is "{config.model.reference}", but `trainer.algorithm.options.kl_coef` is 0: nothing '
@@ -41,6 +42,23 @@ def _ratio_faults(config: LaminarConfig, ratio_to: Any) -> Iterator[str]:
             '`trainer.correction.weight` is "none", but the loss takes its ratio to the proximal log-probs: what lies '
             "between them and the engine's, which sampled the tokens, would stay uncorrected (biased); set it to "
             '"token_tis", or `trainer.algorithm.options.ratio_to` to "rollout"'
+        )
+
+
+def _cost_faults(config: LaminarConfig, cost: str | None) -> Iterator[str]:
+    """The cost is a reward term that is not in the reward as well."""
+    if cost is None:
+        return
+    weights = {reward.name or reward.kind.rpartition(":")[2]: reward.weight for reward in config.rewards}
+    if weights.get(cost, 0) != 0:
+        yield (
+            f'`rewards` gives the term "{cost}" the weight {weights[cost]:g}, but {config.trainer.algorithm.kind} subtracts '
+            "it by a weight of its own: set its `weight` to 0"
+        )
+    elif cost not in weights:
+        yield (
+            f'`trainer.algorithm.options.cost` is "{cost}", but `rewards` has only {", ".join(weights) or "nothing"}: add a '
+            f'[[rewards]] table with name = "{cost}" and weight = 0, or name another term'
         )
 
 

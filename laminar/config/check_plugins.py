@@ -4,6 +4,9 @@ The tables are named by import string: this floor imports none of the packages a
 without importing torch; a user's own module is imported.
 """
 
+import importlib.util
+import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,6 +35,7 @@ def plugin_faults(config: LaminarConfig) -> Iterator[str]:
     yield from _fault_in(import_path, config.rollout.engine.kind, ENGINES, "rollout.engine.kind")
     yield from _fault_in(import_path, config.relay.transport, load_attribute(TRANSPORTS), "relay.transport")
     yield from _reward_faults(config)
+    yield from _sink_faults(config)
 
 
 def algorithm_options(config: LaminarConfig) -> Section | None:
@@ -67,10 +71,37 @@ def _fault_in(find: Any, kind: str, table: Mapping[str, str], where: str) -> Ite
         yield str(error)
 
 
+def _sink_faults(config: LaminarConfig) -> Iterator[str]:
+    for name, wanted in (("tensorboard", config.metrics.tensorboard), ("wandb", config.metrics.wandb != "off")):
+        if wanted and importlib.util.find_spec(name) is None:
+            yield f"`metrics.{name}` is on, but the package {name} is not installed: `pip install {name}`, or switch it off"
+    try:
+        program = (shlex.split(config.alerts.command) or [""])[0]
+    except ValueError as error:
+        yield f"`alerts.command` cannot be split into words ({error}); mend its quotes"
+        return
+    if program and shutil.which(program) is None:
+        yield f"`alerts.command` names {program!r}, which is no program here; give its path"
+
+
 def _reward_faults(config: LaminarConfig) -> Iterator[str]:
     table, kind = load_attribute(ENVIRONMENTS), config.environment.kind
     if not config.rewards and kind in table and not getattr(load_attribute(table[kind]), "gives_reward", False):
         yield f"`rewards` is empty: `{config.environment.kind}` gives no reward of its own; add a [[rewards]] table"
+    if config.eval.path and config.rewards and not _judges_alone(config):
+        yield "`eval.path` is set, but every reward compares siblings: add a [[rewards]] that judges single answers"
     names = [reward.name or reward.kind for reward in config.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f'`rewards` has {names.count(name)} terms called "{name}": give each a `name` of its own'
+
+
+def _judges_alone(config: LaminarConfig) -> bool:
+    """Whether a single answer, such as one of an evaluation, gets a reward; what cannot be read is not this check's."""
+    environments, rewards = load_attribute(ENVIRONMENTS), load_attribute(REWARDS)
+    kind = config.environment.kind
+    if kind not in environments or getattr(load_attribute(environments[kind]), "gives_reward", False):
+        return True
+    try:
+        return not all(hasattr(resolve(reward.kind, rewards), "score_group") for reward in config.rewards)
+    except ConfigError:
+        return True

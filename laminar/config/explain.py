@@ -20,6 +20,7 @@ from laminar.config.sizes import (
     num_weight_slots,
     peak_buffer_bytes,
     peak_spool_bytes,
+    plays_greedy,
     published_bytes,
     read_model_size,
     shares,
@@ -111,6 +112,11 @@ def _step_lines(config: LaminarConfig) -> list[str]:
         _row("prompts", trainer.prompts_per_step, "trainer.prompts_per_step"),
         _row("groups", trainer.prompts_per_step, "one a prompt"),
         _row("trajectories", trainer.prompts_per_step * group_size, f"x {group_size} (rollout.group_size)"),
+        *(
+            [_row("greedy answers", trainer.prompts_per_step, "one a group, to compare with")]
+            if plays_greedy(config)
+            else []
+        ),
         _row("mini-batches", trainer.mini_batches, f"of {_tally(groups)} groups" + _unevenness(groups)),
         _row("trainer ranks", trainer.num_ranks, f"trajectories a mini-batch: {_tally(largest)}" + _unevenness(largest)),
         _row(

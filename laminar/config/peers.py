@@ -28,7 +28,8 @@ PEER_NAMES: Mapping[str, str] = {
     "max_concurrent_rollouts": "rollout.max_in_flight_groups",
     "num_parallel_generation_workers": "rollout.max_in_flight_groups",
     "max_inflight_prompts": "rollout.max_in_flight_groups",
-    "over_sampling_batch_size": "rollout.max_in_flight_groups",
+    "over_sampling_batch_size": "rollout.over_provision",
+    "over_sample_rate": "rollout.over_provision",
     "max_inflight_tasks": "rollout.max_in_flight_groups",
     "llm_max_rollouts": "rollout.max_in_flight_groups",
     # the batch, counted in prompts
@@ -80,6 +81,13 @@ PEER_NAMES: Mapping[str, str] = {
     "save_steps": "checkpoint.every_steps",
     "save_interval": "checkpoint.every_steps",
     "save_freq": "checkpoint.every_steps",
+    "test_freq": "eval.every_steps",
+    "eval_steps": "eval.every_steps",
+    "eval_interval": "eval.every_steps",
+    "val_before_train": "eval.at_start",
+    "n_samples_per_eval_prompt": "eval.samples_per_prompt",
+    "eval_temperature": "eval.temperature",
+    "cost_limit": "trainer.algorithm.options.cost_limit",
     "total_training_steps": "run.max_steps",
     "num_rollout": "run.max_steps",
     # the algorithm's own settings

@@ -5,7 +5,7 @@ from typing import Any
 
 from laminar.experience.client import hide_password
 
-_SECRET = re.compile(r"(^|_)(password|secret|token|api_key|key|credentials?)$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|_)(password|secret|token|api_key|key|credentials?|webhook)$", re.IGNORECASE)
 
 
 def redact(value: Any, key: str = "") -> Any:

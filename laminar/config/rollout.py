@@ -42,6 +42,12 @@ class EngineConfig(Section):
     """GPUs over which one replica is split."""
     swap: Literal["retract", "in_place"] = "retract"
     """What `in_flight` updates do to running requests: recompute their cache under the new weights, or keep it."""
+    weight_load: Literal["disk", "pinned"] = "disk"
+    """How SGLang takes a version from shared memory: as a file, or every rank copies its own part, from pinned memory on a
+    GPU (models of the Llama family)."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """After each swap the engine's log-probs of fixed tokens may differ from the trainer's by so many nats a token on
+    average; beyond that its weights count as unknown and it is restarted. Unset: 0.01 for float32 weights, else 0.3."""
     start_seconds: float = Field(300, gt=0)
     """Deadline for the engine to become healthy."""
     request_seconds: float = Field(600, gt=0)
@@ -88,6 +94,10 @@ class RolloutConfig(Section):
     """Most groups that one worker plays at once."""
     adapt_in_flight: bool = True
     """Play fewer while the engine preempts requests or its cache is full, and slowly more again."""
+    over_provision: float = Field(1.0, ge=1, le=4)
+    """Groups begun for a step over those it needs, within what the staleness bound admits: when a batch is complete, up to
+    (this - 1) * `trainer.prompts_per_step` groups that it has overtaken are let go and their prompts issued
+    again. 1: off. Long answers are let go more often than short ones."""
     max_attempts: int = Field(3, ge=1)
     """Attempts at one trajectory, or at one group's lease, before it is given up."""
     group_failure: Literal["refill", "shrink", "drop"] = "shrink"
@@ -103,10 +113,9 @@ class RolloutConfig(Section):
     engine: EngineConfig = EngineConfig()
     repack: RepackConfig = RepackConfig()
 
-    @property
-    def wants_manager(self) -> bool:
-        """Whether there is something to plan: replicas that drain, and repack is on."""
-        return self.repack.enabled and self.num_workers > 1 and self.effective_weight_update == "trajectory"
+    def wants_manager(self, num_workers: int) -> bool:
+        """Whether there is something to plan with so many workers: replicas that drain, and repack is on."""
+        return self.repack.enabled and num_workers > 1 and self.effective_weight_update == "trajectory"
 
     @property
     def effective_weight_update(self) -> Literal["trajectory", "turn", "in_flight"]:

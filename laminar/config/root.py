@@ -6,6 +6,7 @@ from laminar.config.rollout import RolloutConfig
 from laminar.config.section import Section
 from laminar.config.simulate import SimulateConfig
 from laminar.config.system import (
+    AlertsConfig,
     CheckpointConfig,
     ClusterConfig,
     DashboardConfig,
@@ -39,6 +40,7 @@ class LaminarConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
+    alerts: AlertsConfig = AlertsConfig()
     dashboard: DashboardConfig = DashboardConfig()
     cluster: ClusterConfig = ClusterConfig()
     simulate: SimulateConfig = SimulateConfig()

@@ -9,6 +9,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar.config.check_plugins import algorithm_options
 from laminar.config.root import LaminarConfig
 
 _BYTES_PER_TOKEN = 8
@@ -33,9 +34,25 @@ def longest_row_tokens(config: LaminarConfig) -> int:
     return config.environment.max_trajectory_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
+def longest_evaluation_tokens(config: LaminarConfig) -> int:
+    """The longest trajectory of an evaluation, whose answers may have another limit."""
+    answer = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    return config.environment.max_trajectory_tokens or config.data.max_prompt_tokens + answer
+
+
+def plays_greedy(config: LaminarConfig) -> bool:
+    """Whether each group plays a greedy answer, which its algorithm compares the others with and does not train."""
+    return getattr(algorithm_options(config), "baseline", None) == "greedy"
+
+
+def members_per_group(config: LaminarConfig) -> int:
+    """Trajectories of a group: its attempts, and a greedy one if the algorithm asks for it."""
+    return config.rollout.group_size + plays_greedy(config)
+
+
 def bytes_per_group(config: LaminarConfig) -> int:
     """Payload bytes reserved in the buffer when a group is claimed: its longest possible size."""
-    return config.rollout.group_size * (longest_row_tokens(config) * _BYTES_PER_TOKEN + _BYTES_PER_TRAJECTORY)
+    return members_per_group(config) * (longest_row_tokens(config) * _BYTES_PER_TOKEN + _BYTES_PER_TRAJECTORY)
 
 
 def groups_within_bytes(config: LaminarConfig) -> int:

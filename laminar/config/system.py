@@ -135,8 +135,12 @@ class RelayConfig(Section):
     """`[relay]`: how weights travel."""
 
     transport: str = "auto"
-    """How versions reach other machines: `zmq` (TCP), `collective` (torch.distributed with gloo),
-    or `"package.module:Attr"`; `auto` is `zmq`."""
+    """How versions reach other machines: `zmq` (TCP), `mooncake` (RDMA where there are devices, else TCP), `collective`
+    (torch.distributed: gloo, with `num_gpus` NCCL), or `"package.module:Attr"`; `auto` is `zmq`."""
+    num_gpus: float = Field(0, ge=0, le=1)
+    """GPUs that Ray sets aside for each relay, for NCCL with transport `collective`; 0: gloo."""
+    shares_gpu_by_mps: bool = False
+    """Relays and engines or trainers of one GPU run under NVIDIA's MPS; without it NCCL beside them is refused."""
     keep_versions: int = Field(1, ge=1)
     """Complete versions kept on each machine besides the one being written."""
     root: str = "/dev/shm"
@@ -153,7 +157,7 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    """`[eval]`: greedy accuracy on held-out prompts."""
+    """`[eval]`: rewards on held-out prompts, of one version at a time, by the same engines."""
 
     path: str = ""
     """Held-out prompts, in the form of `data.path`; empty: no evaluation."""
@@ -162,13 +166,24 @@ class EvalConfig(Section):
     num_prompts: int = Field(100, ge=1)
     """Prompts used, from the first."""
     at_start: bool = True
-    """Evaluate version 0."""
+    """Evaluate version 0, before step 1."""
+    every_steps: int | None = Field(None, ge=1)
+    """Then evaluate every so many versions while training goes on: the first version from there on that the evaluating
+    worker holds; its next swap waits until the items end. Unset: only at start and end."""
     at_end: bool = True
     """Evaluate the last version."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Answers to each prompt: for mean@n and pass@k; above 1 the temperature must be, too."""
+    pass_reward: float = 1.0
+    """An answer passes, as pass@k counts it, from this reward on."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of evaluation; 0 is greedy."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest answer in tokens; unset: that of training. Environment `agent` keeps training's budget of a trajectory."""
     timeout_seconds: float = Field(600, gt=0)
     """Deadline of one evaluation."""
+    on_failure: Literal["go_on", "stop"] = "go_on"
+    """What an evaluation that fails or takes too long does to the run: a notice, or the end."""
 
 
 class MetricsConfig(Section):
@@ -180,6 +195,33 @@ class MetricsConfig(Section):
     """Share of groups whose trajectories are kept in the run folder, to be read by people."""
     max_trajectory_bytes: int = Field(1024**3, ge=1)
     """Size of these records on disk; the oldest are deleted."""
+    trace: bool = True
+    """Write `trace.json`, the pipeline as Perfetto and Chrome draw it; of episodes, those of `trajectory_rate`."""
+    max_trace_bytes: int = Field(64 * 1024**2, ge=4096)
+    """Size of the trace on disk, in bytes; the oldest half is deleted."""
+    tensorboard: bool = False
+    """Write event files into `tensorboard/`; needs the package `tensorboard`."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases: `offline` writes into the run folder, `online` needs an account; needs the package `wandb`."""
+    wandb_project: str = Field("laminar", min_length=1)
+    """Its project."""
+
+
+class AlertsConfig(Section):
+    """`[alerts]`: who is told when something is wrong; the rules are those of the dashboard, which need not run."""
+
+    webhook: str = Field("", pattern=r"^(https?://\S+)?$")
+    """Address that gets a JSON object by POST, with a `text` as chat services take it; empty: none. Shown nowhere."""
+    command: str = ""
+    """Program with arguments that gets the same object on its standard input; no shell; empty: none."""
+    level: Literal["warning", "critical"] = "warning"
+    """Least level that is told."""
+    timeout_seconds: float = Field(10, gt=0)
+    """Deadline of one attempt."""
+    retries: int = Field(3, ge=0, le=20)
+    """Further attempts, after pauses of 1, 2, 4 ... seconds; then it is given up, with a warning in the observer's log."""
+    repeat_seconds: float = Field(3600, gt=0)
+    """An alert that lasts is told again after so long."""
 
 
 class DashboardConfig(Section):

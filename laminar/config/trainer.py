@@ -53,11 +53,31 @@ class CorrectionConfig(Section):
         return self.weight != "none" or self.masks_sequences
 
 
+class SpikesConfig(Section):
+    """`[trainer.spikes]`: what to do about an update whose loss, KL or gradient norm is out of all proportion.
+
+    Out of proportion is what lies above median + `factor` x robust standard deviation (1.4826 x the median absolute
+    deviation, at least a tenth of the median) of the last `window_updates` updates.
+    """
+
+    action: Literal["off", "notice", "skip", "stop"] = "notice"
+    """Nothing; a notice that names the trajectory with the largest share; leave the update, and the rest of its step,
+    out; or end the run before it."""
+    factor: float = Field(20, gt=0)
+    """Robust standard deviations above the median."""
+    window_updates: int = Field(64, ge=3)
+    """Updates that the scale is taken from."""
+    min_updates: int = Field(16, ge=3)
+    """Updates before anything is judged."""
+
+
 class EmulatedTrainerConfig(Section):
     """`[trainer.emulated]`: what a trainer that only pretends takes for a step."""
 
     step_seconds: list[Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: [1.0], min_length=1)
     """Duration of the steps in seconds, one after another, from the first again at the end."""
+    tokens_per_second: float | None = Field(None, gt=0)
+    """A step takes the time of its sampled tokens at this pace besides; unset: lengths do not count."""
 
 
 class TrainerConfig(Section):
@@ -116,5 +136,6 @@ class TrainerConfig(Section):
     """Deadline for all ranks to meet and load the model."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    spikes: SpikesConfig = SpikesConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     emulated: EmulatedTrainerConfig = EmulatedTrainerConfig()

@@ -15,11 +15,12 @@ SLOW_STEPS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One alert; `level` is `critical` or `warning`."""
+    """One alert; `level` is `critical` or `warning`, `subject` tells alerts of one name apart."""
 
     level: str
     name: str
     text: str
+    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def _roles(facts: Facts) -> Iterator[Alert]:
                 "critical",
                 "role_silent",
                 f"{role} has been silent for {seconds:.0f} s; it is restarted, or see logs/{role}.log",
+                role,
             )
 
 

@@ -5,12 +5,27 @@ tokens; rollouts that stand still while the trainer trains lack a faster trainer
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 Shares = Mapping[str, float]
 """State to share of the time, summing to 1."""
 
 MUCH = 0.25
-LITTLE = 0.10
+MOST = 0.8
+TOP, BOTTOM = 0.75, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Filtering:
+    """What became of the groups that were played lately.
+
+    Attributes:
+        ratio: share of them that was filtered because all their members got the same reward.
+        level: where their mean reward lies between the lowest (0) and the highest (1) of the run; None if unknown.
+    """
+
+    ratio: float = 0.0
+    level: float | None = None
 
 
 def mean_shares(roles: Sequence[Shares]) -> dict[str, float]:
@@ -20,7 +35,13 @@ def mean_shares(roles: Sequence[Shares]) -> dict[str, float]:
 
 
 def bottleneck(
-    trainer: Shares, rollouts: Sequence[Shares], *, staleness_mean: float | None, bound: int | None, is_paused: bool = False
+    trainer: Shares,
+    rollouts: Sequence[Shares],
+    *,
+    staleness_mean: float | None,
+    bound: int | None,
+    is_paused: bool = False,
+    filtering: Filtering = Filtering(),
 ) -> str:
     """What limits the run, and what to change.
 
@@ -30,6 +51,7 @@ def bottleneck(
         staleness_mean: of the trajectories trained lately; None if unknown.
         bound: K; None if unbounded.
         is_paused: rollouts admit nothing because somebody asked for it.
+        filtering: how much of what is played teaches nothing.
     """
     if is_paused:
         return "Rollouts are paused: nothing new is admitted until `laminar unpause`."
@@ -39,6 +61,8 @@ def bottleneck(
     wait, held = trainer.get("wait", 0.0), replica.get("idle_staleness", 0.0)
     if trainer.get("start", 0.0) + trainer.get("restore", 0.0) > 0.5:
         return "The trainer is starting: no step yet."
+    if filtering.ratio >= MOST:
+        return _no_signal(filtering, wait)
     if wait >= MUCH:
         return f"Trainer waits {percent(wait)} of the time: {_lack_of_tokens(replica, staleness_mean, bound)}."
     overhead = sum(trainer.get(state, 0.0) for state in ("publish", "spool", "checkpoint"))
@@ -58,6 +82,20 @@ def bottleneck(
     return (
         f"Balanced: the trainer trains {percent(trainer.get('train', 0.0))} of the time and waits {percent(wait)}; "
         f"rollouts generate {percent(replica.get('decode', 0.0) + replica.get('prefill', 0.0))}."
+    )
+
+
+def _no_signal(filtering: Filtering, wait: float) -> str:
+    """More rollouts would only play more groups from which nothing is learned."""
+    what = f"{percent(filtering.ratio)} of the groups are filtered, for all their attempts get the same reward"
+    waits = f" (trainer waits {percent(wait)} of the time)" if wait >= MUCH else ""
+    if filtering.level is not None and filtering.level >= TOP:
+        return f"The task is too easy: {what}, a high one{waits}; take harder prompts."
+    if filtering.level is not None and filtering.level <= BOTTOM:
+        return f"The task is too hard: {what}, a low one{waits}; take easier prompts, or give partial rewards."
+    return (
+        f"The task is too easy or too hard, prompt by prompt: {what}{waits}; leave out prompts that all or none solve, or "
+        "raise rollout.group_size."
     )
 
 

@@ -56,6 +56,7 @@ class LiveView:
         windows: of each role, earlier metrics with their time: what happened lately is a difference.
         trainer_wait: what the trainer waits for.
         snapshot: of the buffer.
+        retired: roles that ended in order, and are not missed.
     """
 
     roles: dict[str, Role] = field(default_factory=lambda: defaultdict(Role))
@@ -67,12 +68,15 @@ class LiveView:
     )
     trainer_wait: str = ""
     snapshot: Snapshot | None = None
+    retired: set[str] = field(default_factory=set)
 
     def apply(self, event: Event) -> None:
         """Take in one event."""
         if event.kind in ("worker", "clock"):
             self.note_role(event.role, event.time, event.metrics)
             self.add_spans(event.role, event.fields.get("spans", ()))
+        elif event.kind == "retired":
+            self.retired.add(str(event.fields.get("role")))
         elif event.kind == "waiting":
             self.trainer_wait = str(event.fields.get("text", ""))
         elif event.kind == "step":
@@ -80,6 +84,7 @@ class LiveView:
 
     def note_role(self, name: str, at: float, metrics: Mapping[str, float]) -> None:
         """A role's metrics of one moment."""
+        self.retired.discard(name)
         role = self.roles[name]
         role.metrics, role.heard_at = dict(metrics), at
         self.windows[name].append((at, role.metrics))

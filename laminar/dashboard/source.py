@@ -15,7 +15,7 @@ from laminar.config.redact import redact
 from laminar.config.root import LaminarConfig
 from laminar.config.toml_text import format_document
 from laminar.dashboard.alerts import Facts, find_alerts
-from laminar.dashboard.bottleneck import bottleneck
+from laminar.dashboard.bottleneck import Filtering, bottleneck
 from laminar.dashboard.history import History
 from laminar.dashboard.live import LiveFeed, describe_buffer
 from laminar.dashboard.prometheus import Sample, render_metrics
@@ -78,6 +78,8 @@ class RunSource:
         buffer = describe_buffer(view.snapshot)
         ended = run.status in ("finished", "stopped", "failed")
         status = run.status if self.feed.is_alive or ended else f"dead while {run.status}"
+        missed = view.roles.keys() - view.retired if self.feed.is_alive else ()
+        silent = {n: round(max(0.0, now - r.heard_at), 1) if n in missed else None for n, r in view.roles.items()}
         return {
             "run": {
                 "id": run.run_id,
@@ -96,7 +98,7 @@ class RunSource:
             "roles": {
                 name: {
                     "state": role.state,
-                    "silent_seconds": round(max(0.0, now - role.heard_at), 1) if self.feed.is_alive else None,
+                    "silent_seconds": silent[name],
                     "metrics": role.metrics,
                     "shares": view.shares(name, WINDOW_SECONDS),
                 }
@@ -119,7 +121,22 @@ class RunSource:
             staleness_mean=sum(recent) / len(recent) if recent else None,
             bound=self.config.staleness.bound,
             is_paused=bool(snapshot and snapshot.is_paused),
+            filtering=self._filtering(),
         )
+
+    def _filtering(self) -> Filtering:
+        """Of what was played since some steps ago, also in the step that does not end for want of groups."""
+        history, snapshot = self.history, self.feed.view.snapshot
+        now = {name: history.value(f"experience/{name}") or 0.0 for name in ("trained", "filtered")}
+        if snapshot is not None and snapshot.is_open:
+            now = {"trained": snapshot.counters.trained, "filtered": snapshot.counters.filtered}
+        since = {name: count - (history.value(f"experience/{name}", -RECENT_STEPS) or 0.0) for name, count in now.items()}
+        total = sum(since.values())
+        known = {n: [v for v in history.columns.get(f"reward/{n}", []) if v is not None] for n in ("min", "max")}
+        low, high = min(known["min"], default=0.0), max(known["max"], default=0.0)
+        mean = history.value("reward/finished_mean")
+        level = (mean - low) / (high - low) if mean is not None and high > low else None
+        return Filtering(since["filtered"] / total if total > 0 else 0.0, level)
 
     def _facts(self, latest: dict[str, float], now: float) -> Facts:
         usage = shutil.disk_usage(self.folder.path)
@@ -127,7 +144,11 @@ class RunSource:
         snapshot = self.feed.view.snapshot
         return Facts(
             is_alive=self.feed.is_alive,
-            silent={name: now - role.heard_at for name, role in self.feed.view.roles.items()},
+            silent={
+                name: now - role.heard_at
+                for name, role in self.feed.view.roles.items()
+                if name not in self.feed.view.retired
+            },
             latest=latest,
             earlier={name: self.history.value(name, -EARLIER_STEPS) or 0.0 for name in latest},
             seconds_since_step=now - latest["time"] if "time" in latest else None,
@@ -184,6 +205,9 @@ class RunSource:
         for role, facts in state["roles"].items():
             samples += [(name, {**run, "role": role}, value) for name, value in facts["metrics"].items()]
         extra = [("laminar_up", "whether the run is alive", run, float(state["run"]["is_alive"]))]
+        usage = shutil.disk_usage(self.folder.path)
+        free = usage.free / usage.total
+        extra.append(("laminar_free_disk_ratio", "share of the run folder's disk that is free", run, free))
         extra += [
             ("laminar_role_silent_seconds", "since a role was heard of", {**run, "role": role}, facts["silent_seconds"])
             for role, facts in state["roles"].items()

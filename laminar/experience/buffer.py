@@ -1,7 +1,7 @@
 """The experience buffer: what was played, until it is trained.
 
 Invariants: a trajectory is accepted at most once, whoever plays it and however often it is sent; its payload is written
-before the script that links it; groups are taken all or none, once; every change of a group's state is one script.
+by the script that accepts it; groups are taken all or none, once; every change of a group's state is one script.
 
 This module does not decide which groups to train, wait for or evict (`laminar.policies.staleness` does).
 """
@@ -41,7 +41,9 @@ class ExperienceBuffer:
         """Hand in one finished or failed trajectory; see `submit_many`."""
         return (await self.submit_many([trajectory], worker))[0]
 
-    async def submit_many(self, trajectories: Sequence[Trajectory], worker: str) -> list[SubmitOutcome]:
+    async def submit_many(
+        self, trajectories: Sequence[Trajectory], worker: str, *, together: bool = False
+    ) -> list[SubmitOutcome]:
         """Hand in trajectories. A failed one ends its member for good, so the worker retries before it submits a failure.
 
         Waits, with back-off, while the server's memory is full.
@@ -49,11 +51,12 @@ class ExperienceBuffer:
         Args:
             trajectories: finished or failed.
             worker: who played them.
+            together: by one script, whatever their size: a death leaves all of them there, or none.
 
         Raises:
             ExperienceError: the member does not exist, the server is away, or its memory stayed full.
         """
-        return await Submission(self._store, worker, self._memory_seconds).run(trajectories)
+        return await Submission(self._store, worker, self._memory_seconds).run(trajectories, together=together)
 
     async def peek(self) -> Snapshot:
         """All outstanding groups, and the counters, at one moment; only what changed since the last call is read."""

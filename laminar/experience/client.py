@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import redis
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -44,11 +45,21 @@ async def keep_cancellation(request: Awaitable[T]) -> T:
             raise asyncio.CancelledError
 
 
+class _Pipeline(Pipeline):
+    """Keeps cancellations."""
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        return await keep_cancellation(super().execute(raise_on_error))
+
+
 class _Client(Redis):
-    """A client whose single commands keep cancellations; pipelines run under `keep_cancellation` where they are used."""
+    """A client whose commands and pipelines keep cancellations."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         return await keep_cancellation(super().execute_command(*args, **options))
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        return _Pipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
 
 async def connect(url: str, *, patience_seconds: float = 0.0) -> Redis:

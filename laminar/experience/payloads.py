@@ -6,6 +6,8 @@ Invariant: whatever is missing is an error that names it; nothing is skipped sil
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 import msgspec
 
@@ -18,11 +20,14 @@ NUM_CONNECTIONS = 4
 MAX_CHUNK_BYTES = 4 * 1024**2
 
 
-class _Record(msgspec.Struct):
+class _Record(msgspec.Struct, array_like=True):
     """A member's stored record; a failed member has no payload."""
 
+    request: str
+    attempt: int
     bytes: int
-    payload: str | None = None
+    tokens: int
+    good: bool
 
 
 _records = msgspec.msgpack.Decoder(_Record)
@@ -42,7 +47,6 @@ class _Place:
 
     group_id: str
     member: int
-    key: str
     num_bytes: int
 
 
@@ -57,7 +61,7 @@ async def fetch_groups(store: ExperienceStore, group_ids: Sequence[str]) -> list
 
     async def read(chunk: list[_Place]) -> list[Trajectory]:
         async with limit:
-            frames = await store.insist("fetch", lambda: store.client.execute_command("MGET", *(p.key for p in chunk)))
+            frames = await store.insist("fetch", lambda: _read(store, chunk))
         return [_decoded(place, frame) for place, frame in zip(chunk, frames, strict=True)]
 
     try:
@@ -82,12 +86,17 @@ async def _locate(store: ExperienceStore, group_ids: Sequence[str]) -> list[_Pla
         if not records:
             text = f"group {group_id} holds no trajectory: it was evicted, or its step was acknowledged"
             raise PayloadLostError(group_id, text)
-        places += [
-            _Place(group_id, member, store.key(record.payload), record.bytes)
-            for member, record in sorted(records.items())
-            if record.payload is not None
-        ]
+        places += [_Place(group_id, member, record.bytes) for member, record in sorted(records.items()) if record.good]
     return places
+
+
+async def _read(store: ExperienceStore, chunk: Sequence[_Place]) -> list[bytes | None]:
+    """The frames at these places; None where one is gone."""
+    async with store.client.pipeline(transaction=False) as pipeline:
+        for group_id, places in groupby(chunk, attrgetter("group_id")):
+            pipeline.hmget(store.key(f"payloads:{group_id}"), [place.member for place in places])
+        rows = await pipeline.execute()
+    return [frame for row in rows for frame in row]
 
 
 def _chunks(places: list[_Place]) -> list[list[_Place]]:

@@ -138,11 +138,11 @@ class PromptPool:
             if answer.get("need_epoch") is None:
                 break
             await self._write_order(json.loads(answer["data"]), answer["need_epoch"])
-        return Claim(
-            groups=await self._with_prompts(answer["groups"]),
-            refused=answer.get("refused"),
-            published=WeightVersion(answer["lineage"], answer["published"]),
-        )
+        published = WeightVersion(answer["lineage"], answer["published"])
+        groups = await self._with_prompts(answer["groups"])
+        if groups is None:
+            return Claim((), "not_ready", published)
+        return Claim(groups, answer.get("refused"), published)
 
     async def renew(
         self,
@@ -183,13 +183,16 @@ class PromptPool:
         key = self._store.key(f"order:{epoch}")
         await self._store.insist("order", lambda: self._store.client.set(key, order, nx=True, ex=ORDER_SECONDS))
 
-    async def _with_prompts(self, granted: list[dict[str, Any]]) -> tuple[ClaimedGroup, ...]:
+    async def _with_prompts(self, granted: list[dict[str, Any]]) -> tuple[ClaimedGroup, ...] | None:
+        """The groups with what they play; None if an empty server has replaced the one that granted them."""
         if not granted:
             return ()
         indices = [str(row["prompt"]) for row in granted]
         frames = await self._store.insist(
             "prompts", lambda: self._store.client.execute_command("HMGET", self._store.key("prompts"), *indices)
         )
+        if None in frames:
+            return None
         return tuple(
             ClaimedGroup(
                 group_id=row["group_id"],

@@ -73,7 +73,7 @@ class ExperienceStore:
         _, digest = _script(script)
         return ("EVALSHA", digest, 1, self.prefix, request_id, _encoder.encode(arguments), *payload)
 
-    def batch(self, script: str, requests: Iterable[tuple[str, Mapping[str, Any], bytes]]) -> tuple[Any, ...]:
+    def batch(self, script: str, requests: Iterable[tuple[str, Any, bytes]]) -> tuple[Any, ...]:
         """The command that runs a script for many (request id, arguments, payload), answered by a list.
 
         They see one moment; settings and headers are read once; an error among the answers is a value. Ids and arguments

@@ -1,8 +1,7 @@
 """How trajectories are handed in: payloads and what to know of them, many in one script call, two calls under way at once.
 
-Invariants: a payload is stored by the very script that links it; every try of one call uses the same request id and payload
-key, so a repeated try changes nothing; another call, even for the same trajectory, has its own key and cannot overwrite what
-was accepted.
+Invariants: a payload is stored by the very script that accepts it, and only then, so nothing overwrites what was accepted;
+every try of one call uses the same request id, so a repeated try changes nothing.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ class _Parcel:
     place: int
     request_id: str
     payload: bytes
-    arguments: dict[str, Any]
+    arguments: tuple[Any, ...]
 
 
 class Submission:
@@ -54,8 +53,8 @@ class Submission:
         self._store, self._worker, self._memory_seconds = store, worker, memory_seconds
         self._outcomes: dict[int, SubmitOutcome] = {}
 
-    async def run(self, trajectories: Sequence[Trajectory]) -> list[SubmitOutcome]:
-        """Submit all.
+    async def run(self, trajectories: Sequence[Trajectory], *, together: bool = False) -> list[SubmitOutcome]:
+        """Submit all, in one script call if they belong `together`.
 
         Raises:
             ExperienceError: a script refused, the server is away, or its memory stayed full.
@@ -68,7 +67,7 @@ class Submission:
                 for place, trajectory in enumerate(trajectories):
                     parcels.append(_parcel(place, f"{call_id}.{place}", trajectory, self._worker))
                     num_bytes += len(parcels[-1].payload)
-                    is_full = len(parcels) >= MAX_AT_ONCE or num_bytes >= MAX_BYTES_AT_ONCE
+                    is_full = not together and (len(parcels) >= MAX_AT_ONCE or num_bytes >= MAX_BYTES_AT_ONCE)
                     if is_full or place + 1 == len(trajectories):
                         await limit.acquire()
                         call = calls.create_task(self._insist(parcels))
@@ -105,29 +104,27 @@ def _parcel(place: int, request_id: str, trajectory: Trajectory, worker: str) ->
         place=place,
         request_id=request_id,
         payload=payload,
-        arguments={
-            "group": trajectory.group_id,
-            "member": trajectory.member,
-            "attempt": trajectory.attempt,
-            "worker": worker,
-            "good": good,
-            "kind": failure.kind.value if failure else "",
-            "text": failure.text[:MAX_FAILURE_CHARACTERS] if failure else "",
-            "bytes": len(payload),
-            "tokens": trajectory.num_sampled_tokens,
-            "oldest": min(numbers),
-            "newest": max(numbers),
-            "payload": f"payload:{trajectory.trajectory_id}:{request_id}",
-            "waited_ms": 0,
-        },
+        arguments=(
+            trajectory.group_id,
+            trajectory.member,
+            trajectory.attempt,
+            worker,
+            good,
+            failure.kind.value if failure else "",
+            failure.text[:MAX_FAILURE_CHARACTERS] if failure else "",
+            len(payload),
+            trajectory.num_sampled_tokens,
+            min(numbers),
+            max(numbers),
+        ),
     )
 
 
 async def _send(store: ExperienceStore, parcels: list[_Parcel], waited_seconds: float) -> list[SubmitOutcome | None]:
     """One script call; None where the server lacks memory."""
-    for parcel in parcels:
-        parcel.arguments["waited_ms"] = round(waited_seconds * 1000)
-    command = store.batch("submit", [(parcel.request_id, parcel.arguments, parcel.payload) for parcel in parcels])
+    waited_ms = round(waited_seconds * 1000)
+    requests = [(parcel.request_id, (*parcel.arguments, waited_ms), parcel.payload) for parcel in parcels]
+    command = store.batch("submit", requests)
     try:
         try:
             answers = await store.client.execute_command(*command)

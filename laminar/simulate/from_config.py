@@ -158,7 +158,7 @@ def _cluster(config: LaminarConfig, pace: _Pace) -> Cluster:
 def _system(config: LaminarConfig) -> System:
     rollout, staleness = config.rollout, config.staleness
     repack = None
-    if rollout.wants_manager:
+    if rollout.wants_manager(rollout.num_workers):
         bytes_per_parameter = 4 if config.model.dtype == "float32" else 2
         flops_per_byte = rollout.repack.flops_per_byte
         bound = request_bound(flops_per_byte, bytes_per_parameter) if flops_per_byte else rollout.engine.max_running

@@ -1,13 +1,16 @@
 """`metrics.jsonl`: one line per step or evaluation, one point per step also across resumes.
 
-Invariant: the step axis is strictly increasing. A resume at step s first removes lines of later steps: what a dead life
-logged above its checkpoint is not part of the committed history.
+Invariants: the step axis is strictly increasing. A resume at step s first removes lines of later steps: what a dead life
+logged above its checkpoint is not part of the committed history. A line names the event it was made of, and no event makes
+two lines, whoever reads the events again.
 """
 
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from laminar.telemetry.stream import order_of
 
 FORMAT_VERSION = 1
 
@@ -17,35 +20,41 @@ class MetricsFile:
 
     Attributes:
         last_step: the newest step that has its line; 0 before the first.
+        last_event: the newest event that has one.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.last_step = self._find_last_step()
+        self.path = path
+        self.last_step, self.last_event = self._find_last()
 
     def rewind(self, step: int) -> None:
         """Drop lines whose step is above `step`, and a torn last line."""
-        if not self._path.exists():
+        if not self.path.exists():
             return
-        kept = [json.dumps(line) for line in read_lines(self._path) if line.get("step", 0) <= step]
-        temporary = self._path.with_suffix(".tmp")
+        kept = [json.dumps(line) for line in read_lines(self.path) if line.get("step", 0) <= step]
+        temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, self._path)
-        self.last_step = self._find_last_step()
+        os.replace(temporary, self.path)
+        self.last_step, last_event = self._find_last()
+        self.last_event = max(self.last_event, last_event)
 
-    def append(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Add one line; a step that is there already is not added again."""
-        if kind == "step":
-            if step <= self.last_step:
-                return
-            self.last_step = step
-        line = json.dumps({"format_version": FORMAT_VERSION, "kind": kind, "step": step, **values})
-        with self._path.open("a") as file:
-            file.write(line + "\n")
+    def append(self, kind: str, step: int, values: dict[str, Any], event_id: str = "") -> dict[str, Any] | None:
+        """Add one line and return it; None if the step, or what was made of the event, is there already."""
+        order = order_of(event_id)
+        if (kind == "step" and step <= self.last_step) or (event_id and order <= self.last_event):
+            return None
+        named = {"event": event_id} if event_id else {}
+        line = {"format_version": FORMAT_VERSION, "kind": kind, "step": step, **named, **values}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.last_step, self.last_event = max(self.last_step, step if kind == "step" else 0), max(self.last_event, order)
+        return line
 
-    def _find_last_step(self) -> int:
-        lines = read_lines(self._path) if self._path.exists() else []
-        return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
+    def _find_last(self) -> tuple[int, tuple[int, int]]:
+        """The newest step, and the newest event."""
+        lines = read_lines(self.path) if self.path.exists() else []
+        last_step = max((line["step"] for line in lines if line["kind"] == "step"), default=0)
+        return last_step, max((order_of(line.get("event", "")) for line in lines), default=(0, 0))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

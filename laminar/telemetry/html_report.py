@@ -7,7 +7,7 @@ from importlib import resources
 from typing import Any
 
 from laminar.telemetry.panel import duration
-from laminar.telemetry.report import LAST_STEPS, mean_reward, reward_of, staleness_histogram
+from laminar.telemetry.report import LAST_STEPS, mean_reward, reward_of, shown_accuracies, staleness_histogram
 from laminar.telemetry.svg import Line, plot
 
 PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
@@ -111,8 +111,8 @@ def _facts(
         ("trained", f"{tokens:,.0f} tokens, {tokens / seconds if seconds else 0:,.1f} tokens/s"),
         ("staleness", ", ".join(f"{k}: {n} trajectories ({100 * n / total:.0f} %)" for k, n in sorted(histogram.items()))),
     ]
-    accuracies = [line for line in lines if line["kind"] == "evaluation"]
-    facts += [("held-out accuracy", f"{line['eval/accuracy']:.3f} at version {line['step']}") for line in accuracies]
+    accuracies = {line["step"]: line["eval/accuracy"] for line in lines if line["kind"] == "evaluation"}
+    facts += [("held-out accuracy", f"{found:.3f} at version {number}") for number, found in shown_accuracies(accuracies)]
     return facts
 
 

@@ -11,6 +11,7 @@ from laminar.telemetry.panel import duration, sparkline
 
 FIRST_STEPS, LAST_STEPS = 3, 5
 """Steps averaged for the first and the last reward."""
+MAX_ACCURACIES = 5
 
 
 def staleness_histogram(steps: Sequence[Mapping[str, Any]]) -> Counter[int]:
@@ -57,6 +58,12 @@ def summarize(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> d
     }
 
 
+def shown_accuracies(accuracies: Mapping[int, float]) -> list[tuple[int, float]]:
+    """(version, accuracy) of the first evaluation and the last ones, in order."""
+    ordered = sorted(accuracies.items())
+    return ordered if len(ordered) <= MAX_ACCURACIES else [ordered[0], *ordered[1 - MAX_ACCURACIES :]]
+
+
 def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The report as a table."""
     figures = summarize(facts, lines)
@@ -71,8 +78,8 @@ def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]])
         f"first {FIRST_STEPS} steps {figures['first_reward']:.3f} → last {LAST_STEPS} steps {figures['last_reward']:.3f}   "
         + sparkline(rewards, 60),
     )
-    for number, accuracy in sorted(figures["accuracies"].items()):
-        table.add_row("greedy accuracy", f"{accuracy:.3f} on held-out prompts at version {number}")
+    for number, accuracy in shown_accuracies(figures["accuracies"]):
+        table.add_row("held-out accuracy", f"{accuracy:.3f} at version {number}")
     table.add_row(
         "staleness", "   ".join(f"{k}: {n} trajectories ({100 * n / total:.0f} %)" for k, n in figures["staleness"].items())
     )

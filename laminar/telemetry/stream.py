@@ -6,7 +6,7 @@ counts it.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -25,10 +25,12 @@ class Event:
 
     Attributes:
         role: who says so (`trainer-0`, `rollout-1`, `supervisor`).
-        kind: `step`, `worker`, `relay`, `evaluation` or `notice`.
+        kind: `step`, `worker`, `clock`, `relay`, `repack`, `waiting`, `restored`, `evaluation`, `control`, `notice`, `alert`
+            or `retired`.
         time: Unix seconds.
         metrics: declared names to values.
         fields: anything else (texts, histograms), JSON-like.
+        event_id: its place in the stream, `MILLISECONDS-NUMBER`, rising over all lives; empty until it is read there.
     """
 
     role: str
@@ -36,6 +38,13 @@ class Event:
     time: float
     metrics: dict[str, float]
     fields: dict[str, Any]
+    event_id: str = ""
+
+
+def order_of(event_id: str) -> tuple[int, int]:
+    """An event id as numbers that can be compared; that of no event comes first."""
+    milliseconds, _, number = event_id.partition("-")
+    return int(milliseconds or 0), int(number or 0)
 
 
 def stream_key(run_id: str) -> str:
@@ -84,5 +93,6 @@ class TelemetryReader:
         for _stream, entries in answer.items() if isinstance(answer, dict) else answer:
             for identity, body in entries:
                 self._cursor = identity
-                events.append(msgspec.msgpack.decode(body[b"e"], type=Event))
+                event = msgspec.msgpack.decode(body[b"e"], type=Event)
+                events.append(replace(event, event_id=identity.decode()))
         return events

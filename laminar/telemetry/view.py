@@ -4,19 +4,25 @@ Throughput uses one span above and below the line: tokens of a step over the sec
 means of tokens, never means of means. Generated and trained are two numbers.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from laminar.telemetry.stream import Event
+from laminar.telemetry.totals import Total
 
 SUMMED_OVER_WORKERS = ("experience/producer_wait_seconds", "worker/resumed_tokens")
-"""What each worker counts since its start, shown with every step as a sum over those that run."""
+"""What each worker counts since its start, shown with every step as a sum over all workers and their lives."""
+COUNTED_BY_THE_TRAINER = ("staleness/dropped_groups", "weights/skipped_publishes")
+"""What a life of the trainer counts, shown with every step as a sum over its lives."""
 
 LARGEST = (
     "weights/broadcast_seconds",
     "weights/broadcast_bytes",
     "weights/broken_pieces",
     "weights/pull_seconds",
+    "weights/probe_difference_nats",
     "weights/swap_seconds",
 )
 SMALLEST = ("weights/broadcast_bytes_per_second", "weights/pull_bytes_per_second")
@@ -43,6 +49,10 @@ class GenerationMeter:
         if made > 0:
             self.total += made
             self._pending.append((last_time, time, made))
+
+    def begin(self, role: str, time: float, running_total: float) -> None:
+        """A worker had sampled so many tokens by then, which are not to be counted here."""
+        self._last[role] = (time, running_total)
 
     def settle_step(self, started: float, ended: float) -> None:
         """A step trained from `started` to `ended`: count what was generated meanwhile."""
@@ -77,7 +87,29 @@ class RunView:
     trained_tokens: float = 0.0
     step_seconds: float = 0.0
     trainer_wait: str = ""
+    _totals: dict[str, Total] = field(default_factory=lambda: defaultdict(Total))
     _generated_at_step: float = 0.0
+
+    def continue_from(self, line: Mapping[str, Any]) -> None:
+        """What is counted so far goes on from the last step that has a line, whoever wrote it."""
+        self.step = int(line["step"])
+        for name in (*SUMMED_OVER_WORKERS, *COUNTED_BY_THE_TRAINER):
+            self._totals[name].value = float(line.get(name, 0.0))
+
+    def catch_up(self, event: Event) -> None:
+        """Take in an event that an earlier observer of this life has counted already."""
+        match event.kind:
+            case "step":
+                self.step = max(self.step, int(event.metrics["train/step"]))
+                for name in COUNTED_BY_THE_TRAINER:
+                    self._totals[name].remember(event.role, event.metrics.get(name, 0.0))
+            case "worker":
+                for name in SUMMED_OVER_WORKERS:
+                    self._totals[name].remember(event.role, event.metrics.get(name, 0.0))
+                self.generation.begin(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
+                self.roles[event.role] = self.workers[event.role] = event.metrics
+            case _:
+                self.apply(event)
 
     def apply(self, event: Event) -> dict[str, float]:
         """Take in one event; returns the metrics of a step completed with what only the observer knows, else nothing."""
@@ -90,6 +122,8 @@ class RunView:
                 self.roles[event.role] = event.metrics
                 self.workers[event.role] = event.metrics
                 self.generation.report(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
+                for name in SUMMED_OVER_WORKERS:
+                    self._totals[name].report(event.role, event.metrics.get(name, 0.0))
             case "relay":
                 self.roles[event.role] = event.metrics
                 self.relays[event.role] = event.metrics
@@ -101,7 +135,10 @@ class RunView:
                 if event.fields.get("lineage", 0):
                     self.restores = [*self.restores[-9:], str(event.fields["text"])]
                     self.notices = [*self.notices[-49:], self.restores[-1]]
-            case "notice" | "control":
+            case "retired":
+                for known in (self.roles, self.workers, self.relays):
+                    known.pop(str(event.fields.get("role")), None)
+            case "notice" | "control" | "alert":
                 self.notices = [*self.notices[-49:], f"{event.role}: {event.fields.get('text', '')}"]
         return {}
 
@@ -119,8 +156,10 @@ class RunView:
         if seconds > 0:
             metrics["throughput/trained_tokens_per_second"] = metrics.get("train/tokens", 0.0) / seconds
             metrics["throughput/generated_tokens_per_second"] = generated / seconds
+        for name in metrics.keys() & set(COUNTED_BY_THE_TRAINER):
+            metrics[name] = self._totals[name].report(event.role, metrics[name])
         for name in SUMMED_OVER_WORKERS:
-            metrics[name] = sum(worker.get(name, 0.0) for worker in self.workers.values())
+            metrics[name] = self._totals[name].value
         metrics |= self._worst_of_roles()
         for name, value in metrics.items():
             if name.startswith("staleness/histogram_"):

@@ -4,9 +4,9 @@ A message is a small head and, sometimes, a large body. The receiver says where 
 piece of weights goes straight into its slot. A transport knows no more: tokens, versions, checksums and deadlines are the
 hop protocol's (`relay.link`).
 
-Invariants that every transport keeps (`tests/contract/test_relay_transports.py`): messages come whole, once and in order, or
-the link is lost; a lost link says so on both ends, by `LinkLostError`, at the latest when the other side's process is found
-dead; what is under way on one edge is bounded by the protocol's credits, and a failure of one edge touches no other.
+Invariants that every transport keeps (`tests/contract/relay/test_relay_transports.py`): messages come whole, once and in
+order, or the link is lost; a lost link says so on both ends, by `LinkLostError`, at the latest when the other side's process
+is found dead; what is under way on one edge is bounded by the protocol's credits, and one edge's failure touches no other.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -85,6 +85,7 @@ class Transport(Protocol):
 TRANSPORTS: Mapping[str, str] = {
     "auto": "relay.transports.zmq_tcp:ZmqTransport",
     "zmq": "relay.transports.zmq_tcp:ZmqTransport",
+    "mooncake": "relay.transports.mooncake:MooncakeTransport",
     "collective": "relay.transports.collective:CollectiveTransport",
 }
 """`relay.transport` by name: classes that are made with the address by which others reach this machine."""

@@ -6,7 +6,7 @@ a failure aborts one edge. An edge that is made anew meets under a new epoch, so
 Invariants: a body is sent only after its head said how long it is; it is received into memory of the edge and then copied
 to its place, for a step that was given up may go on in its thread until its deadline; a group is made when the first body of
 its direction is sent, so a peer that was not admitted makes none.
-Does not know what messages mean. Backend: gloo. Not NCCL yet: it needs two machines, each with a GPU that no engine uses.
+Does not know what messages mean. Backend: gloo, or NCCL where both relays own a GPU; NCCL has not run yet.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
+from laminar.errors import EnvironmentSetupError
 from relay.transports.base import Connection, Handler, LinkLostError, Place, Received, nowhere
 from relay.transports.zmq_tcp import ZmqTransport
 
@@ -33,14 +34,23 @@ _TAG = 0
 
 
 class CollectiveTransport:
-    """Edges of one process, by gloo.
+    """Edges of one process, by gloo or NCCL.
 
     Args:
         host: address of the network card that others reach this machine by.
+        device: the GPU that bodies go through, by NCCL, such as `cuda:0`; empty: by gloo. The same on all machines.
+
+    Raises:
+        EnvironmentSetupError: a device is named, but this torch has no NCCL or sees no GPU.
     """
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, host: str, device: str = "") -> None:
+        if device and not (torch.distributed.is_nccl_available() and torch.cuda.is_available()):
+            raise EnvironmentSetupError(
+                "relay.num_gpus is above 0, but this torch has no NCCL or sees no GPU: set it to 0 for gloo, or install a "
+                "CUDA build of torch (one for CUDA 12 needs `pip install laminar-rl[nccl]`)"
+            )
+        self._host, self._device = host, torch.device(device or "cpu")
         self._heads = ZmqTransport(host)
         self._epochs = itertools.count(1)
 
@@ -69,7 +79,7 @@ class CollectiveTransport:
         await self._heads.close()
 
     def _edge(self, heads: Connection) -> "CollectiveConnection":
-        return CollectiveConnection(heads, self._host, next(self._epochs))
+        return CollectiveConnection(heads, self._host, next(self._epochs), self._device)
 
 
 class CollectiveConnection:
@@ -79,12 +89,13 @@ class CollectiveConnection:
         heads: carries the heads.
         host: of this machine, where its sending group meets.
         epoch: new for every edge of the process.
+        device: where bodies go through.
     """
 
-    def __init__(self, heads: Connection, host: str, epoch: int) -> None:
-        self._heads, self._host, self._epoch = heads, host, epoch
+    def __init__(self, heads: Connection, host: str, epoch: int, device: torch.device) -> None:
+        self._heads, self._host, self._epoch, self._device = heads, host, epoch, device
         self._threads = ThreadPoolExecutor(2, "relay-edge")  # one sends, one receives
-        self._landing = torch.empty(0, dtype=torch.uint8)
+        self._landing = torch.empty(0, dtype=torch.uint8, device=device)
         self._sending: _Group | None = None
         self._receiving: _Group | None = None
 
@@ -106,13 +117,13 @@ class CollectiveConnection:
             if kind == _PLAIN:
                 return Received(rest, 0)
             if kind == _GROUP:
-                self._receiving = await self._in_thread(_join, rest.decode())
+                self._receiving = await self._in_thread(_join, rest.decode(), self._device)
                 continue
             if kind != _WITH_BODY or self._receiving is None:
                 raise LinkLostError("the other end speaks another protocol")
             num_bytes, head = int.from_bytes(rest[:_LENGTH_BYTES], "little"), rest[_LENGTH_BYTES:]
             if len(self._landing) < num_bytes:
-                self._landing = torch.empty(num_bytes, dtype=torch.uint8)
+                self._landing = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             await self._in_thread(self._receiving.receive, self._landing[:num_bytes])
             if (target := place(head, num_bytes)) is not None:
                 _as_tensor(target).copy_(self._landing[:num_bytes])
@@ -131,7 +142,7 @@ class CollectiveConnection:
         timeout = timedelta(seconds=STEP_SECONDS)
         store = TCPStore(self._host, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
         await self._heads.send(_GROUP + f"{self._host} {store.port} {self._epoch}".encode())
-        return await self._in_thread(_Group, store, self._host, self._epoch, _SENDER)
+        return await self._in_thread(_Group, store, self._host, self._epoch, _SENDER, self._device)
 
     async def _in_thread(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """Run a blocking step of torch's, which ends by its own deadline."""
@@ -144,29 +155,48 @@ class CollectiveConnection:
 class _Group:
     """A two-rank group for one direction of one edge."""
 
-    def __init__(self, store: TCPStore, host: str, epoch: int, rank: int) -> None:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=STEP_SECONDS)
-        options._threads = 1
-        self._store = store  # the meeting place lives as long as the group
-        self._group: Any = ProcessGroupGloo(PrefixStore(f"epoch-{epoch}", store), rank, 2, options)
+    def __init__(self, store: TCPStore, host: str, epoch: int, rank: int, device: torch.device) -> None:
+        self._store, self._device = store, device  # the meeting place lives as long as the group
+        place = PrefixStore(f"epoch-{epoch}", store)
+        self._group: Any = _nccl_group(place, rank) if device.type == "cuda" else _gloo_group(place, rank, host)
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._group.send([tensor], _RECEIVER, _TAG).wait()
+        self._group.send([tensor.to(self._device)], _RECEIVER, _TAG).wait()
+        self._settle()
 
     def receive(self, tensor: torch.Tensor) -> None:
         self._group.recv([tensor], _SENDER, _TAG).wait()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":  # NCCL's `wait` holds back the stream, not this thread
+            torch.cuda.current_stream(self._device).synchronize()
 
     def abort(self) -> None:
         self._group.abort()
 
 
-def _join(invitation: str) -> _Group:
+def _gloo_group(place: PrefixStore, rank: int, host: str) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=STEP_SECONDS)
+    options._threads = 1
+    return ProcessGroupGloo(place, rank, 2, options)
+
+
+def _nccl_group(place: PrefixStore, rank: int) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=STEP_SECONDS)
+    return ProcessGroupNCCL(place, rank, 2, options)
+
+
+def _join(invitation: str, device: torch.device) -> _Group:
     host, port, epoch = invitation.split()
     timeout = timedelta(seconds=STEP_SECONDS)
     store = TCPStore(host, int(port), 2, is_master=False, timeout=timeout, wait_for_workers=False)
-    return _Group(store, host, int(epoch), _RECEIVER)
+    return _Group(store, host, int(epoch), _RECEIVER, device)
 
 
 def _as_tensor(data: memoryview) -> torch.Tensor:

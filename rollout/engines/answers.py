@@ -75,7 +75,7 @@ def read_answer(answer: dict[str, Any], *, masked_heads: bool, sent_under: Weigh
     ids = answer["output_ids"]
     triples = meta.get("output_token_logprobs") or []
     expected = meta.get("completion_tokens", len(ids))
-    if not len(ids) == len(triples) == expected or any(t[1] != i for t, i in zip(triples, ids, strict=True)):
+    if not len(ids) == len(triples) == expected or [triple[1] for triple in triples] != ids:
         raise EngineError(
             f"request {meta.get('id')}: {len(ids)} ids, {len(triples)} log-probs, {expected} counted; they must match"
         )

@@ -10,17 +10,21 @@ This module knows neither torch nor processes.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
+import numpy as np
 
 from laminar.errors import DeadlineError, EngineError
 from laminar.types import FinishReason, Int32Array, SamplingParameters, WeightVersion
-from rollout.engines.answers import AnswerStream, OnTokens, read_answer
+from rollout.engines.answers import AnswerStream, OnTokens, read_answer, spans_of
+from rollout.engines.pinned_load import PinnedLoad
 from rollout.engines.weights_file import TensorForms, check_same_forms, read_forms
-from rollout.engines.wire import EngineLoad, PauseMode
+from rollout.engines.wire import EngineLoad, PauseMode, RankReport
 from rollout.generation import Generation
 
 REQUEST_ID_LENGTH = 32
@@ -47,6 +51,8 @@ class EngineClient:
         swap: what an update does to running requests; decides the mask at a version's first token.
         first_weights: the folder that the engine was started on, for an engine that does not check what it loads: it is
             shown no later file without the same tensors.
+        reads_back: whether the engine tells what its ranks hold.
+        pinned: its ranks load slots by themselves (`rollout.engine.weight_load`); None: it loads files.
         request_seconds: deadline of one answer.
         control_seconds: deadline of every other call.
     """
@@ -60,13 +66,16 @@ class EngineClient:
         version: WeightVersion | None = None,
         swap: Literal["retract", "in_place"] = "retract",
         first_weights: Path | None = None,
+        reads_back: bool = False,
+        pinned: PinnedLoad | None = None,
         request_seconds: float = 600.0,
         control_seconds: float = 120.0,
     ) -> None:
         self.url = url
         self._headers = {"Authorization": f"Bearer {token}", RUN_HEADER: run_id}
-        self._version = version
+        self._version = self._first_version = version
         self._swap = swap
+        self._reads_back, self._pinned = reads_back, pinned
         self._request_seconds = request_seconds
         self._control_seconds = control_seconds
         self._session: aiohttp.ClientSession | None = None
@@ -115,7 +124,7 @@ class EngineClient:
         stream = None if on_tokens is None else AnswerStream(on_tokens)
         try:
             async with self._exchange("POST", "/generate", content, self._request_seconds) as response:
-                answer = await response.json() if stream is None else await self._read_stream(response, stream)
+                answer = read_json(await response.read()) if stream is None else await self._read_stream(response, stream)
         except EngineError as error:
             if stream is None or not stream.ids:
                 raise
@@ -179,7 +188,7 @@ class EngineClient:
                 data = line.removeprefix(b"data: ").strip()
                 if not data or data == b"[DONE]":
                     continue
-                answer = json.loads(data)
+                answer = read_json(data)
                 if "error" in answer:
                     raise EngineError(f"{self.url}/generate: {answer['error'].get('message', answer['error'])}")
                 stream.add(answer)
@@ -219,11 +228,21 @@ class EngineClient:
             raise EngineError(f"{self.url}: pause generation before the update to {version}")
         if self._tensor_forms is not None:
             check_same_forms(self._tensor_forms, read_forms(path), str(path))
-        content = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
-        answer = await self._control("POST", "/update_weights_from_disk", content)
-        if not answer.get("success"):
-            raise EngineError(f"{self.url}: the update to {version} failed: {answer.get('message')}")
+        if self._pinned is None:
+            content = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
+            await self._update("/update_weights_from_disk", content, version)
+        else:
+            self._pinned.ask(path, version)
+            await self._update("/begin_weight_update", {}, version)
+            await self._update("/update_weights_from_tensor", self._pinned.body(version, flush_cache=flush_cache), version)
+            await self._update("/end_weight_update", {}, version)
+            self._pinned.check(version)
         self._version = version
+
+    async def _update(self, route: str, content: dict[str, Any], version: WeightVersion) -> None:
+        answer = await self._control("POST", route, content)
+        if not answer.get("success"):
+            raise EngineError(f"{self.url}: the update to {version} failed at {route}: {answer.get('message')}")
 
     async def weight_version(self) -> WeightVersion:
         """The version the engine says it serves.
@@ -236,6 +255,44 @@ class EngineClient:
         if text == "unknown":
             raise EngineError(f"{self.url}: the engine's weights are unknown after a failed update; replace it")
         return WeightVersion.parse(text)
+
+    async def rank_reports(self) -> list[RankReport]:
+        """What each rank of the engine holds, read back from its memory; empty if it cannot say.
+
+        Raises:
+            EngineError: the engine answered wrongly, or not at all.
+        """
+        if self._pinned is not None and self._version != self._first_version:
+            return self._pinned.reports()
+        if not self._reads_back:
+            return []
+        answer = await self._control("GET", "/rank_reports", None)
+        return [RankReport(**report) for report in answer.get("ranks", [])]
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[WeightVersion, list[float]]:
+        """What the engine makes of given tokens, not during a pause.
+
+        Args:
+            token_ids: T of them, at least 2.
+
+        Returns:
+            The version that scored them, and T - 1 log-probs at temperature 1, of each token but the first.
+
+        Raises:
+            EngineError: the engine answered wrongly, or not at all.
+            DeadlineError: it did not answer in time.
+        """
+        sampling = SamplingParameters(temperature=1.0, max_new_tokens=1, seed=0)
+        content = self._request(np.asarray(token_ids, np.int32), sampling, uuid.uuid4().hex, stream=False)
+        content |= {"logprob_start_len": 0}
+        async with self._exchange("POST", "/generate", content, self._request_seconds) as response:
+            meta = (await response.json())["meta_info"]
+        scored = [triple[0] for triple in meta.get("input_token_logprobs") or []][1:]
+        if len(scored) != len(token_ids) - 1 or not all(isinstance(value, float) for value in scored):
+            raise EngineError(
+                f"{self.url}: {len(token_ids)} tokens to score, {len(scored)} log-probs or not all of them numbers"
+            )
+        return WeightVersion.parse(spans_of(meta, 1)[0]["version"]), scored
 
     async def loads(self) -> EngineLoad:
         """How busy the engine is (summed over its data-parallel ranks)."""
@@ -295,10 +352,14 @@ class EngineClient:
             timeout = aiohttp.ClientTimeout(total=None)
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(
-                headers=self._headers, timeout=timeout, connector=connector, read_bufsize=1 << 20
+                headers={**self._headers, "Content-Type": "application/json"},
+                timeout=timeout,
+                connector=connector,
+                read_bufsize=1 << 20,
             )
         try:
-            async with self._bounded(seconds), self._session.request(method, self.url + path, json=content) as response:
+            data = None if content is None else msgspec.json.encode(content)
+            async with self._bounded(seconds), self._session.request(method, self.url + path, data=data) as response:
                 if response.status != 200:
                     text = error_text(await response.text())
                     if response.status == 401:
@@ -309,8 +370,20 @@ class EngineClient:
             if self._is_closed:
                 raise EngineError(f"{self.url}{path}: the client was closed") from error
             raise DeadlineError(f"engine {self.url}{path}", seconds) from error
+        except RuntimeError as error:
+            if not self._is_closed:
+                raise
+            raise EngineError(f"{self.url}{path}: the client was closed") from error  # aiohttp's word for it, mid-read
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+
+def read_json(data: bytes) -> Any:
+    """The value; by the fast reader, unless an engine writes NaN."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return json.loads(data)
 
 
 def error_text(text: str) -> str:

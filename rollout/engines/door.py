@@ -6,49 +6,13 @@ engine does not change. This module knows neither HTTP nor models.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from rollout.engines.wire import EngineLoad, GenerateWire, Output, PauseMode
+from rollout.engines.book import EngineBook, StepReport
+from rollout.engines.wire import EngineLoad, GenerateWire, Output
 
 Result = TypeVar("Result")
-
-
-class Engine(Protocol):
-    """What can be asked of an engine at a token boundary. Errors: see `TorchEngine`."""
-
-    folder: Path
-    version: str
-    weights_known: bool
-
-    def add(self, wire: GenerateWire) -> Output:
-        """Queue a request."""
-        ...
-
-    def abort(self, rid: str | None) -> int:
-        """End one request, or all, with what they have."""
-        ...
-
-    def pause(self, mode: PauseMode) -> None:
-        """Generate nothing until `resume`."""
-        ...
-
-    def resume(self) -> None:
-        """Go on."""
-        ...
-
-    def update_weights(self, folder: Path, version: str, flush_cache: bool) -> None:
-        """Serve other weights."""
-        ...
-
-    def flush_cache(self) -> None:
-        """Drop all keys and values."""
-        ...
-
-    def load(self) -> EngineLoad:
-        """How busy it is."""
-        ...
 
 
 class EngineDoor(Protocol):
@@ -64,20 +28,13 @@ class EngineDoor(Protocol):
         """Whether it still runs."""
         ...
 
-    async def call(self, function: Callable[[Engine], Result]) -> Result:
+    async def call(self, function: Callable[[EngineBook[Any]], Result]) -> Result:
         """Run `function` at the next token boundary; its `LaminarError` is raised here."""
         ...
 
     async def generate(self, wire: GenerateWire) -> "asyncio.Queue[Update]":
         """Queue a request; what becomes of it."""
         ...
-
-
-@dataclass(slots=True)
-class StepReport:
-    """Outputs that grew or ended since the last report, in order; an ended one has a finish reason or an error."""
-
-    outputs: dict[str, Output] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +56,10 @@ class Reader:
 
 
 class Readers:
-    """Who reads which request."""
+    """Who reads which request; a stream's reader hears of at least `stream_interval` tokens at once, except of the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream_interval: int = 1) -> None:
+        self._stream_interval = stream_interval
         self._readers: dict[str, Reader] = {}
 
     def add(self, rid: str, reader: Reader) -> None:
@@ -114,7 +72,9 @@ class Readers:
         for rid, output in report.outputs.items():
             finished = output.finish_reason is not None
             reader = self._readers.pop(rid, None) if finished else self._readers.get(rid)
-            if reader is not None and (finished or reader.streams):
+            if reader is None:
+                continue
+            if finished or (reader.streams and len(output.ids) - reader.sent >= self._stream_interval):
                 updates.append((reader, _update(reader, output, version, finished)))
         return updates
 

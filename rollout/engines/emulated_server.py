@@ -27,7 +27,7 @@ class EmulatedServer:
         options: what to pretend.
         time_factor: seconds of the real engine in one second.
         token, run_id: as for `EngineServer`.
-        max_arrears_seconds: as for `EmulatedLoop`.
+        max_arrears_seconds, stream_interval: as for `EmulatedLoop`.
     """
 
     def __init__(
@@ -40,16 +40,22 @@ class EmulatedServer:
         token: str,
         run_id: str,
         max_arrears_seconds: float = 1.0,
+        stream_interval: int = 1,
     ) -> None:
         self.engine = EmulatedEngine(model, version, options)
         self._time_factor, self._token, self._run_id = time_factor, token, run_id
-        self._max_arrears = max_arrears_seconds
+        self._max_arrears, self._stream_interval = max_arrears_seconds, stream_interval
         self._stack = AsyncExitStack()
         self.returncode: int | None = None
 
     async def start(self) -> str:
         """Listen; returns the URL."""
-        self.loop = EmulatedLoop(self.engine, self._time_factor, max_arrears_seconds=self._max_arrears)
+        self.loop = EmulatedLoop(
+            self.engine,
+            self._time_factor,
+            max_arrears_seconds=self._max_arrears,
+            stream_interval=self._stream_interval,
+        )
         server = EngineServer(self.loop, token=self._token, run_id=self._run_id)
         return await self._stack.enter_async_context(listening(server, "127.0.0.1", 0))
 
@@ -68,7 +74,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length-scale", type=float, default=1.0, help="factor on all lengths")
     parser.add_argument("--time-factor", type=float, default=1.0, help="seconds of the real engine in one second")
     parser.add_argument("--token-scale", type=int, default=1, help="tokens of the real engine that one of ours stands for")
-    parser.add_argument("--step-tokens", type=int, default=1, help="tokens that a request gets in one step")
+    parser.add_argument("--step-tokens", type=int, default=1, help="most tokens that one wake-up gives everybody")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens that a stream's reader hears of at once")
     parser.add_argument("--prefill-tokens-per-second", type=float, default=30_000.0, help="context computed, real tokens")
 
 
@@ -88,7 +95,7 @@ def as_options(flags: argparse.Namespace) -> EmulatedOptions:
 def make_door(flags: argparse.Namespace, on_crash: Callable[[BaseException], None]) -> EngineDoor:
     """Make the engine and start its steps."""
     engine = EmulatedEngine(flags.model, flags.weight_version, as_options(flags))
-    return EmulatedLoop(engine, flags.time_factor, on_crash)
+    return EmulatedLoop(engine, flags.time_factor, on_crash, stream_interval=flags.stream_interval)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

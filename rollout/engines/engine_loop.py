@@ -10,10 +10,11 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from laminar.errors import LaminarError
-from rollout.engines.door import Engine, Reader, Readers, StepReport, Update, hand_over
+from rollout.engines.book import EngineBook, StepReport
+from rollout.engines.door import Reader, Readers, Update, hand_over
 from rollout.engines.torch_engine import TorchEngine
 from rollout.engines.wire import EngineLoad, GenerateWire
 
@@ -38,7 +39,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._readers = Readers()
         self.load: EngineLoad = engine.load()
-        self.version = engine.version
+        self.version = engine.book.version
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -51,8 +52,11 @@ class EngineLoop:
         """End the thread at the next token boundary."""
         self._commands.put(None)
 
-    async def call(self, function: Callable[[Engine], Result]) -> Result:
+    async def call(self, function: Callable[[EngineBook[Any]], Result]) -> Result:
         """Run `function` in the engine's thread at the next token boundary; its `LaminarError` is raised here."""
+        return await self._run_there(lambda engine: function(engine.book))
+
+    async def _run_there(self, function: Callable[[TorchEngine], Result]) -> Result:
         future: Future[Result] = Future()
 
         def command() -> None:
@@ -77,11 +81,11 @@ class EngineLoop:
         """
         reader = Reader(asyncio.Queue(), wire.stream)
 
-        def add(engine: Engine) -> None:
+        def add(engine: TorchEngine) -> None:
             engine.add(wire)
             self._readers.add(wire.rid, reader)
 
-        await self.call(add)
+        await self._run_there(add)
         return reader.updates
 
     def _run(self) -> None:
@@ -93,7 +97,7 @@ class EngineLoop:
 
     def _run_commands(self) -> bool:
         """Run what is queued, waiting for the first if the engine has nothing to do; False at the end."""
-        waits = not self._engine.has_work
+        waits = not self._engine.book.has_work
         while True:
             try:
                 command = self._commands.get(block=waits)
@@ -106,6 +110,6 @@ class EngineLoop:
 
     def _deliver(self, report: StepReport) -> None:
         """Hand the changes of one step to the readers, in one call of the event loop."""
-        self.load, self.version = self._engine.load(), self._engine.version
+        self.load, self.version = self._engine.load(), self._engine.book.version
         if updates := self._readers.updates(report, self.version):
             self._loop.call_soon_threadsafe(hand_over, updates)

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from laminar.types import WeightVersion
+from rollout.engines.pinned_load import LOADER
 
 Flag = str | int | float | bool
 
 CHECKS_WEIGHTS = frozenset({"torch", "emulated"})
 """Kinds that check a weights file before they serve it; for others the client does."""
+
+READS_BACK = frozenset({"torch", "emulated"})
+"""Kinds whose ranks tell what they hold."""
 
 SGLANG_LAUNCH = Path(__file__).with_name("sglang_launch.py")
 SGLANG_CPU_FLAGS: dict[str, Flag] = {
@@ -43,6 +47,7 @@ class EngineLaunch:
         num_gpus: GPUs set aside for it; 0: it runs on the CPU.
         tensor_parallel_size: GPUs over which the model is split.
         options: further flags, by name without dashes; true means a flag without value, false none.
+        weights_request: file that names the slot to load, for an engine whose ranks do it by themselves.
     """
 
     model: Path
@@ -59,6 +64,7 @@ class EngineLaunch:
     num_gpus: float = 0
     tensor_parallel_size: int = 1
     options: Mapping[str, Flag] = field(default_factory=dict)
+    weights_request: Path | None = None
 
 
 def torch_command(launch: EngineLaunch, ready_descriptor: int) -> list[str]:
@@ -97,7 +103,11 @@ def sglang_command(launch: EngineLaunch, ready_descriptor: int) -> list[str]:
     }
     device = {} if launch.num_gpus else SGLANG_CPU_FLAGS
     flags = as_flags({**values, **device, **launch.options})
-    return [launch.python or sys.executable, str(SGLANG_LAUNCH), f"--ready-fd={ready_descriptor}", "--", *flags]
+    own = [f"--ready-fd={ready_descriptor}"]
+    if launch.weights_request is not None:
+        own.append(f"--weights-request={launch.weights_request}")
+        flags.append(f"--custom-weight-loader={LOADER}")
+    return [launch.python or sys.executable, str(SGLANG_LAUNCH), *own, "--", *flags]
 
 
 def as_flags(values: Mapping[str, Flag]) -> list[str]:

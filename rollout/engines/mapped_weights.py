@@ -6,18 +6,20 @@ taken. This module does not know models.
 """
 
 import fcntl
+import itertools
 import json
 import math
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from laminar.errors import EngineError
+from relay.manifest import CHUNK_BYTES, Manifest, checksum
+from relay.store import MANIFEST_NAME, WEIGHTS_NAME
 
-WEIGHTS_NAME = "model.safetensors"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,6 +49,26 @@ class MappedWeights:
             undo.callback(os.close, self._descriptor)
             self.tensors = map_tensors(self._descriptor, self.path)
             undo.pop_all()
+
+    def read_back(self) -> tuple[str, str]:
+        """Read every mapped byte.
+
+        Returns:
+            Its checksum (xxh3_64 over those of the pieces), and how it differs from the manifest beside the file: empty if
+            it does not, or there is none.
+        """
+        storage = next(iter(self.tensors.values())).untyped_storage()
+        data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data  # type: ignore[arg-type,unused-ignore]
+        path = self.path.with_name(MANIFEST_NAME)
+        manifest = Manifest.from_json(path.read_text()) if path.is_file() else None
+        size = manifest.chunk_bytes if manifest else CHUNK_BYTES
+        pieces = tuple(checksum(data[start : start + size]) for start in range(0, len(data), size))
+        problem = ""
+        if manifest is not None and pieces != manifest.checksums:
+            pairs = itertools.zip_longest(pieces, manifest.checksums)
+            first = next(index for index, (found, expected) in enumerate(pairs) if found != expected)
+            problem = f"piece {first} of {len(manifest.checksums)} is not what was published"
+        return checksum("".join(pieces).encode()), problem
 
     def close(self) -> None:
         """Give the lock back. Memory stays mapped until the last tensor is dropped; nobody may read those any more."""

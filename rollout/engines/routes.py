@@ -55,6 +55,7 @@ class EngineServer:
         application.router.add_get("/v1/loads", self.loads)
         application.router.add_get("/health", self.health)
         application.router.add_get("/model_info", self.model_info)
+        application.router.add_get("/rank_reports", self.rank_reports)
         return application
 
     @web.middleware
@@ -80,7 +81,7 @@ class EngineServer:
             update = await updates.get()
             return refusal(500, update.error) if update.answer is None else encoded(update.answer)
         except (asyncio.CancelledError, ConnectionError):
-            await asyncio.shield(self._door.call(lambda engine: engine.abort(wire.rid)))
+            await asyncio.shield(self._door.call(lambda book: book.abort(wire.rid)))
             raise
 
     async def _stream(self, request: web.Request, updates: asyncio.Queue) -> web.StreamResponse:
@@ -100,18 +101,18 @@ class EngineServer:
         wire = await body(request, AbortWire)
         if not wire.rid and not wire.abort_all:
             raise ConfigError("name a rid, or set abort_all")
-        await self._door.call(lambda engine: engine.abort(None if wire.abort_all else wire.rid))
+        await self._door.call(lambda book: book.abort(None if wire.abort_all else wire.rid))
         return web.Response()
 
     async def pause_generation(self, request: web.Request) -> web.StreamResponse:
         """Stop at the next token boundary; the answer comes when it has stopped."""
         wire = await body(request, PauseWire)
-        await self._door.call(lambda engine: engine.pause(wire.mode))
+        await self._door.call(lambda book: book.pause(wire.mode))
         return encoded({"message": "generation is paused", "status": "ok"})
 
     async def continue_generation(self, request: web.Request) -> web.StreamResponse:
         """Go on."""
-        await self._door.call(lambda engine: engine.resume())
+        await self._door.call(lambda book: book.resume())
         return encoded({"message": "generation goes on", "status": "ok"})
 
     async def update_weights_from_disk(self, request: web.Request) -> web.StreamResponse:
@@ -122,7 +123,7 @@ class EngineServer:
         wire = await body(request, UpdateWire)
         try:
             await self._door.call(
-                lambda engine: engine.update_weights(Path(wire.model_path), wire.weight_version, wire.flush_cache)
+                lambda book: book.update_weights(Path(wire.model_path), wire.weight_version, wire.flush_cache)
             )
         except ConfigError as error:
             return encoded({"success": False, "message": str(error), "num_paused_requests": 0}, status=409)
@@ -139,7 +140,7 @@ class EngineServer:
 
     async def flush_cache(self, request: web.Request) -> web.StreamResponse:
         """Drop all cached keys and values."""
-        await self._door.call(lambda engine: engine.flush_cache())
+        await self._door.call(lambda book: book.flush_cache())
         return web.Response(text="cache flushed\n")
 
     async def loads(self, request: web.Request) -> web.StreamResponse:
@@ -164,8 +165,12 @@ class EngineServer:
 
     async def model_info(self, request: web.Request) -> web.StreamResponse:
         """What is served."""
-        folder, version, known = await self._door.call(lambda e: (str(e.folder), e.version, e.weights_known))
+        folder, version, known = await self._door.call(lambda book: (str(book.folder), book.version, book.weights_known))
         return encoded({"model_path": folder, "weight_version": version if known else "unknown", "is_generation": True})
+
+    async def rank_reports(self, request: web.Request) -> web.StreamResponse:
+        """What each rank holds, read back from its memory."""
+        return encoded({"ranks": await self._door.call(lambda book: book.read_back())})
 
 
 async def body(request: web.Request, form: type[Body]) -> Body:

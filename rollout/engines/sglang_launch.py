@@ -36,11 +36,14 @@ def main() -> None:
     parser.add_argument(
         "--ready-fd", type=int, required=True, help="descriptor that gets one JSON line once requests are served"
     )
+    parser.add_argument("--weights-request", default="", help="file that names the slot which ranks load by themselves")
     parser.add_argument("flags", nargs="*", help="flags of sglang.launch_server, after --")
     options = parser.parse_args()
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         sys.exit(f"error: set ${TOKEN_VARIABLE}; an engine without a token would obey anybody")
+    if options.weights_request:
+        let_ranks_load(options.weights_request)
     sibling("lifeline").die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a run is stopped by its supervisor, which ends engines last
     with reserve_port(options.host) as reservation:
@@ -57,6 +60,14 @@ def sibling(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def let_ranks_load(request: str) -> None:
+    """Give the ranks, which are processes of their own, our loader and where it learns what to load."""
+    folder = str(Path(__file__).with_name("ranks"))
+    os.environ["LAMINAR_WEIGHTS_REQUEST"] = request
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH", ""))))
+    sys.path.append(folder)
 
 
 def reserve_port(host: str) -> socket.socket:

@@ -9,7 +9,6 @@ row i of the key-value store belongs to `running[i]`; every token records the ve
 """
 
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from typing import Any
 import torch
 
 from laminar.errors import ConfigError, EngineError
-from rollout.engines.door import StepReport
+from rollout.engines.book import EngineBook, Request, StepReport
 from rollout.engines.key_values import KeyValues
 from rollout.engines.prefix_cache import Prefix, PrefixCache
 from rollout.engines.sampling import DrawRow, draw
 from rollout.engines.torch_model import CausalModel
-from rollout.engines.wire import EngineLoad, GenerateWire, Output, PauseMode
+from rollout.engines.wire import EngineLoad, GenerateWire, Output, RankReport
 
 PREFIX_SHARE = 4
 """The prompts kept for later siblings take at most one part in so many of the key-value capacity."""
@@ -45,30 +44,38 @@ class EngineOptions:
     batch_invariant: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """A request and what it has produced."""
+@dataclass(frozen=True, slots=True)
+class TorchMachine:
+    """The model and the places of keys and values, as the book sees them."""
 
-    wire: GenerateWire
-    output: Output
-    end_ids: frozenset[int]
-    stored_tokens: int = 0
+    model: CausalModel
+    store: KeyValues
+    prefixes: PrefixCache
 
-    @property
-    def ids(self) -> list[int]:
-        """Prompt and output."""
-        return [*self.wire.input_ids, *self.output.ids]
+    def swap(self, folder: Path) -> None:
+        """As `Machine`."""
+        self.model.swap(folder)
 
-    @property
-    def reserved_tokens(self) -> int:
-        """The most places it can come to need."""
-        return len(self.wire.input_ids) + self.wire.sampling_params.max_new_tokens
+    def read_back(self, version: str) -> list[RankReport]:
+        """Checksum the bytes that are served and compare them with the version's manifest, if its folder has one."""
+        checksum, problem = self.model.read_back()
+        return [RankReport(0, version, checksum, problem)]
 
-    def draw_row(self) -> DrawRow:
-        """How its next token is drawn."""
-        sampling = self.wire.sampling_params
-        position = len(self.wire.input_ids) + len(self.output.ids)
-        return DrawRow(sampling.temperature, sampling.top_p, sampling.top_k, sampling.sampling_seed, position)
+    def flush(self) -> None:
+        """As `Machine`."""
+        self.prefixes.clear()
+        self.store.release(0)
+
+    def drop_finished(self, running: list[Request]) -> None:
+        """As `Machine`; the last row moves into each hole, so that active rows stay 0 … n-1."""
+        for row in reversed(range(len(running))):
+            if running[row].output.finish_reason is not None:
+                last = running.pop()
+                if row < len(running):
+                    self.store.copy_row(len(running), row, last.stored_tokens)
+                    running[row] = last
+        if not running:
+            self.store.release(0)
 
 
 class TorchEngine:
@@ -86,20 +93,11 @@ class TorchEngine:
     def __init__(self, folder: Path, version: str, options: EngineOptions | None = None) -> None:
         self.options = options or EngineOptions()
         self.model = CausalModel(folder, batch_invariant=self.options.batch_invariant)
-        self.folder = folder
-        self.version = version
-        self.weights_known = True
-        self.paused = False
         self.generated_tokens = 0
         self.prefill_seconds = self.decode_seconds = 0.0
-        self._weights_count = 0
-        self._running: list[Request] = []
-        self._waiting: deque[Request] = deque()
-        self._report = StepReport()
         self._store = KeyValues(self.model.shape(), self.options.max_running)
         self._prefixes = PrefixCache(self.options.max_cached_tokens // PREFIX_SHARE)
-
-    # -- requests ----------------------------------------------------------------------------------------------------------
+        self.book = EngineBook(folder, version, TorchMachine(self.model, self._store, self._prefixes))
 
     def add(self, wire: GenerateWire) -> Output:
         """Queue a request; its output grows during later steps.
@@ -108,37 +106,27 @@ class TorchEngine:
             ConfigError: if it can never be answered.
             EngineError: if the weights are unknown.
         """
-        wire.check(self.model.vocabulary_size)
-        if not self.weights_known:
-            raise EngineError("the weights are unknown after a failed update; load a whole version first")
-        stop = frozenset(wire.sampling_params.stop_token_ids or ())
-        ends = stop if wire.sampling_params.ignore_eos else stop | self.model.end_ids
-        request = Request(wire, Output(wire.rid, len(wire.input_ids)), ends)
-        limit = min(self.options.max_cached_tokens, self.model.max_tokens)
-        if request.reserved_tokens > limit:
-            raise ConfigError(
-                f"{len(wire.input_ids)} prompt tokens + max_new_tokens {wire.sampling_params.max_new_tokens} exceed {limit} "
-                f"(max_cached_tokens {self.options.max_cached_tokens}, model's range {self.model.max_tokens}); ask for less"
-            )
-        if any(other.wire.rid == wire.rid for other in (*self._running, *self._waiting)):
-            raise ConfigError(f"request id {wire.rid!r} is in use; choose another")
-        self._waiting.append(request)
-        return request.output
 
-    def abort(self, rid: str | None) -> int:
-        """End one request (or all, for None) with what it has; returns how many there were."""
-        ended = [request for request in (*self._running, *self._waiting) if rid is None or request.wire.rid == rid]
-        for request in ended:
-            self._finish(request, {"type": "abort", "message": "aborted by request", "status_code": None, "err_type": None})
-        self._drop_finished()
-        return len(ended)
+        def make(output: Output) -> Request:
+            stop = frozenset(wire.sampling_params.stop_token_ids or ())
+            request = Request(wire, output, stop if wire.sampling_params.ignore_eos else stop | self.model.end_ids)
+            limit = min(self.options.max_cached_tokens, self.model.max_tokens)
+            if reserved_tokens(request) > limit:
+                raise ConfigError(
+                    f"{len(wire.input_ids)} prompt tokens + max_new_tokens {wire.sampling_params.max_new_tokens} exceed "
+                    f"{limit} (max_cached_tokens {self.options.max_cached_tokens}, model's range {self.model.max_tokens}); "
+                    "ask for less"
+                )
+            return request
+
+        return self.book.enter(wire, self.model.vocabulary_size, make)
 
     def load(self) -> EngineLoad:
         """How busy the engine is."""
-        used = sum(request.stored_tokens for request in self._running) + self._prefixes.num_tokens
+        used = sum(request.stored_tokens for request in self.book.running) + self._prefixes.num_tokens
         return EngineLoad(
-            len(self._running),
-            len(self._waiting),
+            len(self.book.running),
+            len(self.book.waiting),
             used,
             self.options.max_cached_tokens,
             self.generated_tokens,
@@ -146,83 +134,16 @@ class TorchEngine:
             decode_seconds=self.decode_seconds,
         )
 
-    # -- weights -----------------------------------------------------------------------------------------------------------
-
-    def pause(self, mode: PauseMode) -> None:
-        """Generate nothing until `resume`. Running requests are ended, sent back to the queue's head, or kept."""
-        self.paused = True
-        if mode == "abort":
-            self.abort(None)
-        elif mode == "retract":
-            for request in self._running:
-                request.stored_tokens = 0
-                request.output.num_retractions += 1
-            self._waiting.extendleft(reversed(self._running))
-            self._running = []
-            self._store.release(0)
-
-    def resume(self) -> None:
-        """Go on generating.
-
-        Raises:
-            EngineError: if the weights are unknown.
-        """
-        if not self.weights_known:
-            raise EngineError("the weights are unknown after a failed update; load a whole version before going on")
-        self.paused = False
-
-    def update_weights(self, folder: Path, version: str, flush_cache: bool) -> None:
-        """Serve other weights.
-
-        Args:
-            folder: holds `model.safetensors`.
-            version: its name.
-            flush_cache: drop all keys and values; refused while running requests hold some.
-
-        Raises:
-            ConfigError: if requests are in the way; nothing has changed.
-            EngineError: if loading fails: the weights count as unknown from then on.
-        """
-        if not self.paused and (self._running or self._waiting):
-            raise ConfigError(
-                f"{len(self._running) + len(self._waiting)} requests are running; pause generation before an update"
-            )
-        if flush_cache:
-            self.flush_cache()
-        try:
-            self.model.swap(folder)
-        except EngineError:
-            self.weights_known = False
-            raise
-        self.folder, self.version, self.weights_known = folder, version, True
-        self._weights_count += 1
-
-    def flush_cache(self) -> None:
-        """Drop all keys and values.
-
-        Raises:
-            ConfigError: if running requests hold some.
-        """
-        if self._running:
-            raise ConfigError(f"{len(self._running)} requests hold keys and values; pause with mode retract before a flush")
-        self._prefixes.clear()
-        self._store.release(0)
-
     def close(self) -> None:
         """Give the lock on the weights back."""
         self.model.close()
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would generate something."""
-        return not self.paused and self.weights_known and bool(self._running or self._waiting)
-
     @torch.inference_mode()
     def step(self) -> StepReport:
         """Admit what fits, advance every running request by one token; returns what changed since the last report."""
-        if self.has_work:
+        if self.book.has_work:
             try:
                 started = time.perf_counter()
                 self._admit_and_prefill()
@@ -231,36 +152,39 @@ class TorchEngine:
                 self.prefill_seconds += prefilled - started
                 self.decode_seconds += time.perf_counter() - prefilled
             except EngineError as error:
-                self._fail_all(error)
-        report, self._report = self._report, StepReport()
-        return report
+                self.book.fail_all(error)
+                self._prefixes.clear()
+        return self.book.report()
 
     def _admit_and_prefill(self) -> None:
         admitted: list[Request] = []
         new: dict[Any, list[Request]] = {}
         budget = self.options.max_prefill_tokens
-        while self._waiting and len(self._running) < self.options.max_running:
-            request = self._waiting[0]
+        while self.book.waiting and len(self.book.running) < self.options.max_running:
+            request = self.book.waiting[0]
             key = self._key(request)
-            cost = 0 if key in new or self._prefixes.get(key) else len(request.ids)
-            if (admitted and cost > budget) or not self._make_room(request.reserved_tokens):
+            cost = 0 if key in new or self._prefixes.get(key) else request.num_tokens
+            if (admitted and cost > budget) or not self._make_room(reserved_tokens(request)):
                 break
             budget -= cost
-            self._waiting.popleft()
-            self._running.append(request)
+            self.book.waiting.popleft()
+            self.book.running.append(request)
             admitted.append(request)
             new.setdefault(key, []).append(request)
         if admitted:
-            self._store.fit(max(request.reserved_tokens for request in admitted), len(self._running) - len(admitted))
+            for request in admitted:
+                if request.wire.logprob_start_len == 0 and request.output.input_logprobs is None:
+                    request.output.score_input(request.wire.input_ids, self.model.score(request.wire.input_ids))
+            self._store.fit(max(reserved_tokens(request) for request in admitted), len(self.book.running) - len(admitted))
             hidden = self._fill(new)
             self._draw(admitted, torch.stack([hidden[request.wire.rid] for request in admitted]))
 
     def _key(self, request: Request) -> Any:
-        return (self._weights_count, request.wire.extra_key, tuple(request.ids))
+        return (self.book.weights_count, request.wire.extra_key, tuple(ids_of(request)))
 
     def _make_room(self, num_tokens: int) -> bool:
         """Whether that many tokens can be reserved; drops stored prompts to make it so."""
-        reserved = sum(request.reserved_tokens for request in self._running) + num_tokens
+        reserved = sum(reserved_tokens(request) for request in self.book.running) + num_tokens
         while reserved + self._prefixes.num_tokens > self.options.max_cached_tokens:
             if not self._prefixes.drop_oldest():
                 return False
@@ -271,12 +195,12 @@ class TorchEngine:
 
         Every distinct sequence is computed once, all of them in one pass; the rest are copies.
         """
-        row_of = {request.wire.rid: row for row, request in enumerate(self._running)}
+        row_of = {request.wire.rid: row for row, request in enumerate(self.book.running)}
         hidden: dict[str, torch.Tensor] = {}
         unknown = [key for key in new if self._prefixes.get(key) is None]
         if unknown:
             firsts = [new[key][0] for key in unknown]
-            states = self.model.prefill([f.ids for f in firsts], [row_of[f.wire.rid] for f in firsts], self._store)
+            states = self.model.prefill([ids_of(f) for f in firsts], [row_of[f.wire.rid] for f in firsts], self._store)
             hidden.update({first.wire.rid: state for first, state in zip(firsts, states, strict=True)})
         for key, requests in new.items():
             num_tokens = len(key[2])
@@ -300,58 +224,42 @@ class TorchEngine:
     def _keep(self, key: Any, row: int, last_hidden: torch.Tensor) -> None:
         """Store a prompt for later siblings if there is room without crowding out requests."""
         num_tokens = len(key[2])
-        reserved = sum(request.reserved_tokens for request in self._running)
+        reserved = sum(reserved_tokens(request) for request in self.book.running)
         if self._prefixes.has_room(num_tokens) and reserved + num_tokens <= self.options.max_cached_tokens:
             while reserved + num_tokens + self._prefixes.num_tokens > self.options.max_cached_tokens:
                 self._prefixes.drop_oldest()
             self._prefixes.put(key, Prefix(num_tokens, self._store.save_row(row, num_tokens), last_hidden.clone()))
 
     def _decode(self) -> None:
-        if not self._running:
+        if not self.book.running:
             return
-        ids = [request.output.ids[-1] for request in self._running]
-        lengths = [request.stored_tokens for request in self._running]
+        ids = [request.output.ids[-1] for request in self.book.running]
+        lengths = [request.stored_tokens for request in self.book.running]
         hidden = self.model.decode(ids, lengths, self._store)
-        for request in self._running:
+        for request in self.book.running:
             request.stored_tokens += 1
-        self._draw(list(self._running), hidden)
+        self._draw(list(self.book.running), hidden)
 
     def _draw(self, requests: list[Request], hidden: torch.Tensor) -> None:
         """Draw one token for each request and end those that are done."""
-        ids, logprobs = draw(self.model.logits(hidden), [request.draw_row() for request in requests])
+        ids, logprobs = draw(self.model.logits(hidden), [draw_row(request) for request in requests])
         self.generated_tokens += len(ids)
         for request, token, logprob in zip(requests, ids, logprobs, strict=True):
-            output = request.output
-            output.append(token, logprob, self.version)
-            self._report.outputs[output.rid] = output
-            if token in request.end_ids:
-                self._finish(request, {"type": "stop", "matched": token})
-            elif len(output.ids) >= request.wire.sampling_params.max_new_tokens:
-                self._finish(request, {"type": "length", "length": len(output.ids)})
-        self._drop_finished()
+            self.book.append(request, token, logprob)
+        self.book.drop_finished()
 
-    def _finish(self, request: Request, reason: dict[str, Any]) -> None:
-        request.output.finish_reason = reason
-        self._report.outputs[request.output.rid] = request.output
 
-    def _drop_finished(self) -> None:
-        """Take ended requests out; the last row moves into each hole, so that active rows stay 0 … n-1."""
-        self._waiting = deque(request for request in self._waiting if request.output.finish_reason is None)
-        before = len(self._running)
-        for row in reversed(range(len(self._running))):
-            if self._running[row].output.finish_reason is not None:
-                last = self._running.pop()
-                if row < len(self._running):
-                    self._store.copy_row(len(self._running), row, last.stored_tokens)
-                    self._running[row] = last
-        if before and not self._running:
-            self._store.release(0)
+def ids_of(request: Request) -> list[int]:
+    """Prompt and output."""
+    return [*request.wire.input_ids, *request.output.ids]
 
-    def _fail_all(self, error: EngineError) -> None:
-        """Broken weights: everybody is told, nothing is generated until others are loaded."""
-        self.weights_known = False
-        for request in (*self._running, *self._waiting):
-            request.output.error = str(error)
-            self._finish(request, {"type": "abort", "message": str(error), "status_code": 500, "err_type": "broken_weights"})
-        self._drop_finished()
-        self._prefixes.clear()
+
+def reserved_tokens(request: Request) -> int:
+    """The most places it can come to need."""
+    return len(request.wire.input_ids) + request.wire.sampling_params.max_new_tokens
+
+
+def draw_row(request: Request) -> DrawRow:
+    """How its next token is drawn."""
+    sampling = request.wire.sampling_params
+    return DrawRow(sampling.temperature, sampling.top_p, sampling.top_k, sampling.sampling_seed, request.num_tokens)

@@ -29,6 +29,8 @@ FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CHUNK_ROWS = 8
 """Rows whose attention is computed together: a chunk is as wide as its longest row, so short rows need their own."""
+SCORED_ROWS = 64
+"""Rows whose logits exist at once while a prompt is scored."""
 WIDTH_STEP = 8
 """Chunk widths are multiples of this: sums over a row then do not depend on its neighbours' lengths."""
 INVARIANT_ROWS = 4
@@ -186,6 +188,25 @@ class CausalModel:
         num_rows = len(hidden)
         hidden = functional.pad(hidden, (0, 0, 0, max(0, self._min_rows - num_rows)))
         return self._model.lm_head(hidden)[:num_rows].float()
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """Log-probs (T - 1) of a sequence's tokens but the first, at temperature 1, by a pass that leaves no trace."""
+
+        def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            q, k, v = (states.transpose(0, 1)[None] for states in (queries, keys, values))
+            scale = self._model.model.layers[layer].self_attn.scaling
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            return out[0].transpose(0, 1).reshape(queries.shape)
+
+        hidden = self._run(torch.tensor(ids), torch.arange(len(ids)), attend)[:-1]
+        targets = torch.tensor(ids[1:])[:, None]
+        parts = zip(hidden.split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True)
+        return [value for rows, of in parts for value in self.logits(rows).log_softmax(-1).gather(1, of)[:, 0].tolist()]
+
+    def read_back(self) -> tuple[str, str]:
+        """The checksum of the bytes that are served, and how they differ from the manifest beside them."""
+        assert self._mapped is not None
+        return self._mapped.read_back()
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """(N, H): the decoder over N tokens, each at its own position."""

@@ -27,7 +27,7 @@ class SamplingWire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class GenerateWire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Body of `/generate`: one prompt as token ids."""
+    """Body of `/generate`: one prompt as token ids. `logprob_start_len` 0 asks for the prompt's log-probs too, -1 not."""
 
     input_ids: list[int]
     rid: str
@@ -35,6 +35,7 @@ class GenerateWire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     return_logprob: bool = True
     stream: bool = False
     extra_key: str = ""
+    logprob_start_len: int = -1
 
     def check(self, vocabulary_size: int) -> None:
         """Refuse what no engine could answer.
@@ -47,6 +48,10 @@ class GenerateWire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             raise ConfigError("input_ids is empty; send at least one token")
         if min(self.input_ids) < 0 or max(self.input_ids) >= vocabulary_size:
             raise ConfigError(f"input_ids hold an id outside [0, {vocabulary_size}); use the model's own tokenizer")
+        if self.logprob_start_len not in (-1, 0):
+            raise ConfigError(
+                f"logprob_start_len {self.logprob_start_len} must be 0 (the whole prompt) or -1 (nothing of it)"
+            )
         if sampling.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens {sampling.max_new_tokens} must be 1 or more")
         if not 0 <= sampling.temperature < float("inf"):
@@ -104,6 +109,23 @@ class EngineLoad:
     decode_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank of an engine says of the weights it holds.
+
+    Attributes:
+        rank: its number.
+        version: what it holds, as text.
+        checksum: of what it read back; empty if it read nothing.
+        problem: how that differs from what was published; empty if it does not.
+    """
+
+    rank: int
+    version: str
+    checksum: str = ""
+    problem: str = ""
+
+
 @dataclass(slots=True)
 class Span:
     """Output tokens [start, end) sampled by one weight version."""
@@ -120,6 +142,7 @@ class Output:
     Attributes:
         ids, logprobs: one log-prob for every token id.
         spans: which version sampled which tokens.
+        input_logprobs: (log-prob, id, None) of the prompt's tokens if they were asked for; the first has no log-prob.
         finish_reason: None while it runs.
     """
 
@@ -130,8 +153,14 @@ class Output:
     spans: list[Span] = field(default_factory=list)
     cached_tokens: int = 0
     num_retractions: int = 0
+    input_logprobs: list[tuple[float | None, int, None]] | None = None
     finish_reason: dict[str, Any] | None = None
     error: str = ""
+
+    def score_input(self, ids: list[int], logprobs: list[float]) -> None:
+        """Record log-probs of the prompt's tokens, of all but the first."""
+        scored = zip(logprobs, ids[1:], strict=True)
+        self.input_logprobs = [(None, ids[0], None), *((logprob, token, None) for logprob, token in scored)]
 
     def append(self, token: int, logprob: float, version: str) -> None:
         """Record one sampled token."""
@@ -151,6 +180,7 @@ class Output:
             start: first token that the reader has not seen.
         """
         spans = self.spans or [Span(version, 0, 0)]
+        given = {} if self.input_logprobs is None else {"input_token_logprobs": self.input_logprobs}
         return {
             "output_ids": self.ids[start:],
             "meta_info": {
@@ -160,6 +190,7 @@ class Output:
                 "completion_tokens": len(self.ids),
                 "cached_tokens": self.cached_tokens,
                 "num_retractions": self.num_retractions,
+                **given,
                 "weight_version": spans[-1].version,
                 "weight_versions": [{"version": span.version, "start": span.start, "end": span.end} for span in spans],
                 "output_token_logprobs": [

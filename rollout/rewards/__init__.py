@@ -8,6 +8,7 @@ REWARDS = {
     "math_verify": "rollout.rewards.math_verify:MathVerify",
     "overlong": "rollout.rewards.overlong:Overlong",
     "reasoning_gym": "rollout.rewards.reasoning_gym:ReasoningGym",
+    "relative_length": "rollout.rewards.relative_length:RelativeLength",
     "regex": "rollout.rewards.regex:RegexMatch",
     "verl": "rollout.rewards.verl:Verl",
 }

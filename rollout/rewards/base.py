@@ -3,14 +3,16 @@
 A reward is one of
 - a class with `score(context) -> float`; `async def` is awaited, a plain `def` runs in a thread under the term's timeout;
 - a class with `async score_batch(contexts) -> Sequence[float]`, one number for each context, in their order;
+- a class with `async score_group(contexts) -> Sequence[float]`, called once with all siblings of a group that have a reward,
+  when the last has ended; it may look at the terms that they have by then;
 - a function `reward(prompt, completion) -> float`, plain or `async`.
 A class may have a nested `Options(Section)` (then it is built with one) and `check_prompt(prompt) -> str | None`, which says
 at start what is wrong with a prompt. Raising, hanging, or returning anything but one finite number is a failure, never 0.
 This module does not know how terms are combined.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from laminar.types import FinishReason, Prompt
@@ -28,6 +30,7 @@ class RewardContext:
         num_prompt_tokens: tokens before the first sampled one.
         num_completion_tokens: tokens that the policy drew.
         finish_reason: why the last turn ended.
+        terms: for `score_group`: what the answer has been given so far, by name, unweighted.
     """
 
     trajectory_id: str
@@ -37,6 +40,7 @@ class RewardContext:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     finish_reason: FinishReason = FinishReason.STOP
+    terms: Mapping[str, float] = field(default_factory=dict)
 
 
 class Reward(Protocol):
@@ -52,6 +56,14 @@ class BatchReward(Protocol):
 
     async def score_batch(self, contexts: Sequence[RewardContext], /) -> Sequence[float]:
         """One finite number for each context, in their order."""
+        ...
+
+
+class GroupReward(Protocol):
+    """Judges all siblings of a group in one call."""
+
+    async def score_group(self, contexts: Sequence[RewardContext], /) -> Sequence[float]:
+        """One finite number for each context, in their order (by member). A failure is every sibling's."""
         ...
 
 

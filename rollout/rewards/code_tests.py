@@ -14,7 +14,8 @@ from laminar.config.section import Section
 from laminar.types import FailureKind, Prompt
 from rollout.boundary import EpisodeError
 from rollout.rewards.base import RewardContext
-from rollout.sandbox.run import Limits, python_program, run
+from rollout.sandbox.containers import Container, shared_pool
+from rollout.sandbox.run import Limits, Outcome, Program, python_program, run
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -33,6 +34,8 @@ class CodeTests:
         """Programs that one worker runs at once."""
         limits: Limits = Limits()
         """What one program may use."""
+        container: Container | None = None
+        """Run programs in containers instead of processes of this machine: `{ image = "python:3.11-slim" }`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -65,10 +68,16 @@ class CodeTests:
         program = python_program(f"{code}\n{test.get('code', '')}\n", stdin=test.get("input", ""))
         async with self._places:
             try:
-                outcome = await run(program, self._options.limits)
+                outcome = await self._run(program)
             except EpisodeError as error:
                 raise EpisodeError(FailureKind.VERIFIER, error.failure.text) from error
         return outcome.is_success and ("output" not in test or _lines(outcome.output) == _lines(test["output"]))
+
+    async def _run(self, program: Program) -> Outcome:
+        options = self._options
+        if options.container is not None:
+            return await shared_pool(options.container, options.limits).run(program)
+        return await run(program, options.limits)
 
 
 def extract_code(completion: str) -> str:

@@ -54,12 +54,13 @@ class RewardScorer:
         names = [term.name for term in terms]
         if len(set(names)) < len(names):
             raise ConfigError(f"reward names {names} are not unique; give each [[rewards]] entry its own `name`")
-        self._terms = tuple(terms)
+        self._terms = tuple(term for term in terms if not hasattr(term.judge, "score_group"))
+        self._group_terms = tuple(term for term in terms if hasattr(term.judge, "score_group"))
 
     @property
-    def num_terms(self) -> int:
-        """How many terms are summed; with none, the environment must give the reward."""
-        return len(self._terms)
+    def judges_siblings(self) -> bool:
+        """Whether a group's rewards are complete only when all its members have ended."""
+        return bool(self._group_terms)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Ask every term at start whether it can judge these prompts.
@@ -67,7 +68,8 @@ class RewardScorer:
         Raises:
             ConfigError: one cannot, and why.
         """
-        checks = [(term.name, term.judge.check_prompt) for term in self._terms if hasattr(term.judge, "check_prompt")]
+        terms = (*self._terms, *self._group_terms)
+        checks = [(term.name, term.judge.check_prompt) for term in terms if hasattr(term.judge, "check_prompt")]
         for prompt in prompts:
             for name, check_prompt in checks:
                 if problem := check_prompt(prompt):
@@ -88,18 +90,28 @@ class RewardScorer:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_judge_all(term, contexts)) for term in self._terms]
         columns = [task.result() for task in tasks]
-        return {
-            context.trajectory_id: self._combine([column[row] for column in columns]) for row, context in enumerate(contexts)
-        }
+        rows = [[column[row] for column in columns] for row in range(len(contexts))]
+        return {c.trajectory_id: _combine(self._terms, row) for c, row in zip(contexts, rows, strict=True)}
 
-    def _combine(self, values: Sequence[float | Failure]) -> Score:
-        terms: dict[str, float] = {}
-        for term, value in zip(self._terms, values, strict=True):
-            if isinstance(value, Failure):
-                return Score(None, failure=value)
-            terms[term.name] = value
-        reward = sum(term.weight * terms[term.name] for term in self._terms)
-        return Score(reward, terms)
+    async def score_siblings(self, contexts: Sequence[RewardContext]) -> dict[str, Score]:
+        """What the group terms add to each sibling, by trajectory id; what fails for one of them fails for all."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_judge_together(t, t.judge.score_group, contexts)) for t in self._group_terms]
+        columns = [task.result() for task in tasks]
+        failures = (value for column in columns for value in column if isinstance(value, Failure))
+        if failure := next(failures, None):
+            return {context.trajectory_id: Score(None, failure=failure) for context in contexts}
+        rows = [[column[row] for column in columns] for row in range(len(contexts))]
+        return {c.trajectory_id: _combine(self._group_terms, row) for c, row in zip(contexts, rows, strict=True)}
+
+
+def _combine(terms: Sequence[Term], values: Sequence[float | Failure]) -> Score:
+    named: dict[str, float] = {}
+    for term, value in zip(terms, values, strict=True):
+        if isinstance(value, Failure):
+            return Score(None, failure=value)
+        named[term.name] = value
+    return Score(sum(term.weight * named[term.name] for term in terms), named)
 
 
 def build_scorer(configs: Sequence[RewardConfig]) -> RewardScorer:
@@ -135,8 +147,8 @@ def _build_term(config: RewardConfig, index: int) -> Term:
     if isinstance(attribute, type):
         make: Callable[..., Any] = attribute
         judge = make() if options is None else make(options)
-        if not (hasattr(judge, "score") or hasattr(judge, "score_batch")):
-            raise ConfigError(f"rewards.{index}.kind: class {config.kind!r} has neither `score` nor `score_batch`")
+        if not any(hasattr(judge, method) for method in ("score", "score_batch", "score_group")):
+            raise ConfigError(f"rewards.{index}.kind: class {config.kind!r} has no `score`, `score_batch` or `score_group`")
     elif not callable(attribute):
         raise ConfigError(f"rewards.{index}.kind: {config.kind!r} is {attribute!r:.80}, not a class or function")
     return Term(
@@ -152,7 +164,7 @@ def _build_term(config: RewardConfig, index: int) -> Term:
 async def _judge_all(term: Term, contexts: Sequence[RewardContext]) -> list[float | Failure]:
     """One value or failure for each context, in their order."""
     if hasattr(term.judge, "score_batch"):
-        return await _judge_batch(term, contexts)
+        return await _judge_together(term, term.judge.score_batch, contexts)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_judge_one(term, context)) for context in contexts]
     return [task.result() for task in tasks]
@@ -169,10 +181,10 @@ async def _judge_one(term: Term, context: RewardContext) -> float | Failure:
         return error.failure
 
 
-async def _judge_batch(term: Term, contexts: Sequence[RewardContext]) -> list[float | Failure]:
+async def _judge_together(term: Term, judge: Callable[..., Any], contexts: Sequence[RewardContext]) -> list[float | Failure]:
     what = f"reward {term.name!r}"
     try:
-        values = await _call(term, term.judge.score_batch, contexts)
+        values = await _call(term, judge, contexts)
         if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str | bytes) or len(values) != len(contexts):
             count = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
             raise EpisodeError(

@@ -143,15 +143,24 @@ async def run(program: Program, limits: Limits) -> Outcome:
         EpisodeError: of kind `tool`: the sandbox itself could not be built, or isolation is required and not to be had.
         ValueError: a file's name leads out of the private folder.
     """
-    for name in program.files:
-        if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
-            raise ValueError(f"file name {name!r} leads out of the private folder")
+    check_names(program)
     isolated = _choose_isolation(limits)
     folder = tempfile.mkdtemp(prefix="laminar-box-")
     try:
         return await _run_in(folder, program, limits, isolated)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_names(program: Program) -> None:
+    """Refuse files outside the private folder.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name in program.files:
+        if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+            raise ValueError(f"file name {name!r} leads out of the private folder")
 
 
 def _choose_isolation(limits: Limits) -> bool:
@@ -197,7 +206,7 @@ async def _attend(process: asyncio.subprocess.Process, told: int, text: bytes, l
         process.stdin.write(len(text).to_bytes(8, "little") + text)
         await process.stdin.drain()
     overflow = asyncio.Event()
-    streams = [asyncio.create_task(_read(s, limits.output_bytes, overflow)) for s in (process.stdout, process.stderr)]
+    streams = [asyncio.create_task(read_limited(s, limits.output_bytes, overflow)) for s in (process.stdout, process.stderr)]
     overflowed = asyncio.create_task(overflow.wait())
     ended = asyncio.create_task(process.wait())
     try:
@@ -244,7 +253,7 @@ def _specification(folder: str, program: Program, limits: Limits, isolated: bool
     return json.dumps(spec).encode()
 
 
-async def _read(stream: asyncio.StreamReader, limit: int, overflow: asyncio.Event) -> bytes:
+async def read_limited(stream: asyncio.StreamReader, limit: int, overflow: asyncio.Event) -> bytes:
     """Read to the end, since a full pipe would keep the process from being seen to end; keep what is within the limit."""
     received = bytearray()
     while part := await stream.read(1 << 16):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from laminar.config.section import Section
+from rollout.sandbox.containers import Container, shared_pool
 from rollout.sandbox.run import Ended, Limits, Outcome, python_program, run
 from rollout.tools.base import Tool, tool_from_function
 
@@ -16,6 +17,8 @@ class Python:
 
         limits: Limits = Limits()
         """What one program may use."""
+        container: Container | None = None
+        """Run programs in containers instead of processes of this machine: `{ image = "python:3.11-slim" }`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -33,7 +36,10 @@ class Python:
         Args:
             code: the whole program; print what you want to know.
         """
-        return as_told(await run(python_program(code), self._options.limits))
+        options, program = self._options, python_program(code)
+        if options.container is not None:
+            return as_told(await shared_pool(options.container, options.limits).run(program))
+        return as_told(await run(program, options.limits))
 
 
 def as_told(outcome: Outcome) -> str:

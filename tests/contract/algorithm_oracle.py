@@ -12,8 +12,13 @@ from trainer.algorithms import ALGORITHM_OPTIONS
 TEMPERATURE, LEARNING_RATE, MAX_NORM = 0.8, 0.5, 0.7
 
 
-def make_groups(num_groups=2):
-    """Groups of 3 with answers of unlike lengths, a tool's answer in the middle of some; trajectory 1-2 has two chains."""
+def make_groups(num_groups=2, *, greedy=False):
+    """Groups of 3 with answers of unlike lengths, a tool's answer in the middle of some; trajectory 1-2 has two chains.
+
+    Args:
+        num_groups: how many.
+        greedy: whether each has a greedy answer besides, of reward 0.5 and 1.5.
+    """
     random = np.random.default_rng(5)
     groups = []
     for group in range(num_groups):
@@ -31,9 +36,18 @@ def make_groups(num_groups=2):
             name = f"{group}-{member}"
             members.append(
                 Trajectory(
-                    name, str(group), "p", member, 1, Purpose.TRAIN, sampling, tuple(chains), FinishReason.STOP, reward
+                    name, str(group), "p", member, 1, Purpose.TRAIN, sampling, tuple(chains), FinishReason.STOP, reward,
+                    {"cost": 0.25 * group + 0.5 * (member == 1)},
                 )
-            )
+            )  # fmt: skip
+        if greedy:
+            best = Chain((prompt, sampled([5, 6], [-0.1, -0.2], WeightVersion(0, 0))))
+            members.append(
+                Trajectory(
+                    f"{group}-3", str(group), "p", 3, 1, Purpose.GREEDY_BASELINE, SamplingParameters(0.0, 8, 0), (best,),
+                    FinishReason.STOP, 0.5 + group,
+                )
+            )  # fmt: skip
         groups.append(tuple(members))
     return groups
 
@@ -42,6 +56,8 @@ CASES = {
     "dr_grpo": ("dr_grpo", {}, {}),
     "dapo, overlong": ("dapo", {"overlong_buffer_tokens": 6}, {}),
     "rloo, dual clip": ("rloo", {"dual_clip": 1.2}, {}),
+    "remax": ("remax", {}, {}),
+    "safe_rlhf": ("safe_rlhf", {"cost_limit": 0.1, "multiplier": 2.0}, {}),
     "gspo": ("gspo", {"clip_low": 0.02, "clip_high": 0.03}, {}),
     "cispo, fixed denominator": ("cispo", {"aggregation": "fixed_denominator", "fixed_tokens": 7}, {}),
     "aipo, sequence mean": ("aipo", {"aggregation": "sequence_mean", "clip_high": 0.1}, {}),
@@ -65,6 +81,11 @@ class Oracle:
 
         kind, options, correction = CASES[case]
         self.options = validate_options(resolve(kind, ALGORITHM_OPTIONS), options)
+        self.groups = make_groups(greedy=kind == "remax")
+        self.greedy = {t.group_id: t.reward for g in self.groups for t in g if t.purpose is Purpose.GREEDY_BASELINE}
+        self.multiplier = 0.0
+        if kind == "safe_rlhf":  # mean cost: (0 + 0.5 + 0 + 0.25 + 0.75 + 0.25) / 6
+            self.multiplier = math.exp(math.log(2.0) + 0.1 * 2.0 * (1.75 / 6 - 0.1))
         self.correction = {"weight": "none", "weight_max": 2.0, "weight_min": 0.5} | correction
         self.mini_batches, self.epochs = updates.get("mini_batches", 1), updates.get("epochs", 1)
         self.policy, self.reference = (AutoModelForCausalLM.from_pretrained(m).double() for m in models)
@@ -74,7 +95,9 @@ class Oracle:
         torch.nn.init.zeros_(self.head.bias)
 
     def train(self):
-        rows = [self.row(t, chain) for group in make_groups() for t in group for chain in t.chains]
+        rows = [
+            self.row(t, chain) for group in self.groups for t in group for chain in t.chains if t.purpose is Purpose.TRAIN
+        ]
         with torch.no_grad():
             for row in rows:
                 row["proximal"], _ = self.score(self.policy, row)
@@ -128,7 +151,8 @@ class Oracle:
             "ids": torch.tensor(chain.token_ids(), dtype=torch.int64),
             "places": torch.tensor(np.flatnonzero(chain.mask())),
             "rollout": torch.tensor(chain.rollout_logprobs()[chain.mask()], dtype=torch.float64),
-            "reward": trajectory.reward - min(1, max(0, over)),
+            "reward": (trajectory.reward - min(1, max(0, over)) - self.multiplier * trajectory.reward_terms["cost"])
+            / (1 + self.multiplier),
         }
 
     def score(self, model, row):
@@ -161,7 +185,11 @@ class Oracle:
             group = {r["name"]: r["reward"] for r in rows if r["group"] == row["group"]}
             values = np.array(list(group.values()))
             others = [value for name, value in group.items() if name != row["name"]]
-            baseline = {"group_mean": values.mean(), "leave_one_out": np.mean(others)}.get(o.baseline, 0.0)
+            baseline = {
+                "group_mean": values.mean(),
+                "leave_one_out": np.mean(others),
+                "greedy": self.greedy.get(row["group"]),
+            }.get(o.baseline, 0.0)
             divisor = {"sample": values.std(ddof=1) + 1e-6, "population": values.std() + 1e-6, "none": 1.0}[o.std]
             row["advantage"] = torch.full_like(row["rollout"], (row["reward"] - baseline) / divisor)
             if self.critic:

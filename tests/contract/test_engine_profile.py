@@ -367,6 +367,13 @@ async def test_a_live_engine_equals_a_fresh_one_after_an_update(shared, client, 
     assert max(abs(a - b) for a, b in pairs) > 1e-3
 
 
+async def test_given_tokens_are_scored_by_the_weights_that_are_served(shared, client, versions):
+    ids = np.array([5, 9, 90, 17, 4, 33, 100, 64], np.int32)
+    version, scored = await client.score(ids.tolist())
+    assert version == V0
+    assert scored == pytest.approx(expected_logprobs(shared, versions[0], ids[:1], ids[1:]), abs=1e-4)
+
+
 @pytest.mark.not_on("sglang", "honours seeds with deterministic inference only, which has no attention backend on this CPU")
 async def test_the_same_seed_gives_the_same_answer_and_another_seed_another(client):
     """Cases D30."""

@@ -105,10 +105,17 @@ async def test_groups_are_fetched_in_the_given_order(make_run):
 async def test_payload_deleted_by_a_stranger_is_an_error_that_names_the_trajectory(make_run):
     run = await make_run()
     first, second = await run.ready("0.0", groups=2)
-    async for key in run.store.client.scan_iter(match=run.store.key(f"payload:{second}-000:*"), count=1000):
-        await run.store.client.delete(key)
+    assert await run.store.client.delete(run.store.key(f"payloads:{second}")) == 1
     with pytest.raises(ExperienceError, match=f"payload of trajectory {second}-000 is gone"):
         await run.buffer.fetch([first, second])
+
+
+async def test_one_members_payload_deleted_by_a_stranger_is_an_error_too(make_run):
+    run = await make_run(group_size=3)
+    (group,) = await run.ready("0.0", groups=1)
+    assert await run.store.client.hdel(run.store.key(f"payloads:{group}"), "1") == 1
+    with pytest.raises(ExperienceError, match=f"payload of trajectory {group}-001 is gone"):
+        await run.buffer.fetch([group])
 
 
 async def test_evicted_group_frees_its_slot_and_is_counted_by_reason(make_run):

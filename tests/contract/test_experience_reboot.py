@@ -141,3 +141,17 @@ async def test_an_ack_frees_earlier_steps_whose_ack_was_lost(make_run):
         await run.buffer.publish(0, step)
     await run.buffer.ack(0, 2)
     assert (await run.buffer.peek()).reserved_bytes == 0
+
+
+async def test_a_server_that_is_replaced_between_a_grant_and_its_prompts_grants_nothing(make_run, monkeypatch):
+    run = await make_run()
+    granted = run.store.run
+
+    async def grant_then_lose_all(script, *arguments, **named):
+        answer = await granted(script, *arguments, **named)
+        await run.store.client.flushdb()
+        return answer
+
+    monkeypatch.setattr(run.store, "run", grant_then_lose_all)
+    claim = await run.claim("0.0", groups=2)
+    assert (claim.groups, claim.refused) == ((), "not_ready")

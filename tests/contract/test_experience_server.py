@@ -247,6 +247,28 @@ async def test_a_cancellation_that_a_request_swallows_is_passed_on():
         assert task.cancelled()
 
 
+@pytest.mark.parametrize("kind", ["command", "pipeline"])
+async def test_a_cancellation_at_any_moment_of_a_request_ends_its_task(client, kind):
+    """A worker beats through a pipeline: one beat that goes on after the order to end keeps the whole role alive."""
+
+    async def ask():
+        if kind == "command":
+            await client.set("a", 1)
+            return
+        async with client.pipeline(transaction=False) as pipeline:
+            pipeline.set("a", 1)
+            pipeline.get("a")
+            await pipeline.execute()
+
+    for ticks in [*range(40)] * 2:
+        task = asyncio.create_task(ask())
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        is_cancelled = task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled() is is_cancelled, f"after {ticks} ticks of the event loop"
+
+
 async def test_clean_up_after_a_cancellation_may_still_ask_the_server(client):
     async def work():
         try:

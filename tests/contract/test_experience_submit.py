@@ -14,7 +14,7 @@ async def claim_one(run, engine="0.0"):
 
 
 async def payload_keys(run):
-    return [key async for key in run.store.client.scan_iter(match=run.store.key("payload:*"), count=1000)]
+    return [key async for key in run.store.client.scan_iter(match=run.store.key("payloads:*"), count=1000)]
 
 
 async def test_group_is_ready_when_its_last_member_is_done(make_run, trajectory_maker):

@@ -339,7 +339,7 @@ def test_either_a_function_or_a_program_is_needed():
 
 
 async def test_a_prompt_of_messages_is_handed_to_a_program_as_messages(play):
-    from rollout.agents import _as_json
+    from rollout.drivers import _as_json
 
     prompt = Prompt("p", (Message("user", "hi"),), {"answer": "5"})
     assert json.loads(_as_json(prompt)) == {"prompt_id": "p", "prompt": [{"role": "user", "content": "hi"}], "answer": "5"}

@@ -115,10 +115,9 @@ async def test_a_bug_of_the_user_is_not_played_again(group_of):
 
 async def test_a_repeated_submit_of_a_failure_refills_once(group_of, trajectory_maker):
     run, group, _ = await group_of("refill")
-    arguments = {
-        "group": group.group_id, "member": 0, "attempt": 1, "worker": "w", "good": False, "kind": "timeout", "text": "",
-        "bytes": 0, "tokens": 0, "oldest": 0, "newest": 0, "payload": "none", "waited_ms": 0,
-    }  # fmt: skip
-    answers = [await run.store.run("submit", "one-request", **arguments) for _ in range(2)]
+    arguments = (group.group_id, 0, 1, "w", False, "timeout", "", 0, 0, 0, 0, 0)
+    await run.store.load("submit", repeated=True)
+    command = run.store.batch("submit", [("one-request", arguments, b"")])
+    answers = [await run.store.client.execute_command(*command) for _ in range(2)]
     assert answers[0] == answers[1]
     assert (await run.buffer.counters()).refilled == 1

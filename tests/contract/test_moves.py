@@ -74,11 +74,11 @@ class Versions:
 class Node:
     """One replica with its door and its seats, and its line in the directory."""
 
-    def __init__(self, name, versions, directory, options, limits, num_starts):
+    def __init__(self, name, versions, directory, options, limits, num_starts, replica_class):
         self.name, self.directory, self.options, self.servers = name, directory, options, []
         self.num_starts = num_starts
         config = EngineConfig(start_seconds=30, max_cached_tokens=options.max_cached_tokens)
-        self.replica = Replica(config, versions, self.start_engine)
+        self.replica = replica_class(config, versions, self.start_engine)
         self.harbour = Harbour(directory, token=TOKEN, request_seconds=30, move_seconds=10)
         self.seats = Seats(self.replica, self.harbour)
         self.door = GuestDoor(self.replica, limits, token=TOKEN, release=self.release)
@@ -110,6 +110,10 @@ class Node:
         return len(self.replica.berths.occupants)
 
     @property
+    def num_asked(self):
+        return len(self.servers[0].engine.book.waiting) + len(self.servers[0].engine.book.running)
+
+    @property
     def sampled(self):
         return sum(server.engine.generated_tokens for server in self.servers)
 
@@ -120,8 +124,8 @@ async def make_nodes(tmp_path, redis_client, run_id):
     versions, directory = Versions(tmp_path), ReplicaDirectory(redis_client, run_id)
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(*names, limits=ROOMY, num_starts=9, options=OPTIONS):
-            nodes = [Node(name, versions, directory, options, limits, num_starts) for name in names]
+        async def make(*names, limits=ROOMY, num_starts=9, options=OPTIONS, replica_class=Replica):
+            nodes = [Node(name, versions, directory, options, limits, num_starts, replica_class) for name in names]
             for node in nodes:
                 node.versions = versions
                 await node.replica.start()
@@ -143,8 +147,7 @@ def expected(versions, seed=3, version=V0):
     engine = EmulatedEngine(versions.folders[version], str(version), OPTIONS)
     output = engine.add(GenerateWire(PROMPT.tolist(), "r", SamplingWire(max_new_tokens=400, sampling_seed=seed)))
     while output.finish_reason is None:
-        engine.begin()
-        engine.end()
+        engine.end(engine.begin().num_tokens)
     return output.ids, np.array(output.logprobs, np.float32).tolist()
 
 
@@ -223,6 +226,23 @@ async def test_moving_back_and_forth_and_again_to_where_it_is_changes_nothing(ma
         await task
     assert (answer.ids, answer.logprobs) == expected(a.versions)
     assert a.sampled + b.sampled + c.sampled == ANSWER_TOKENS
+
+
+async def test_moves_before_the_first_token_are_no_aborts_to_the_episode(make_nodes):
+    """It would take seven in a row for an engine that fails."""
+    a, b = await make_nodes("a", "b")
+    answer = Answer()
+    for node in (a, b):
+        await node.servers[0].loop.call(lambda book: book.pause("in_place"))
+    async with playing(a, answer) as (seat, task):
+        for target in (b, a) * 4:
+            await until(lambda: a.num_asked + b.num_asked == 1, "one request")
+            assert await seat.move(target.harbour.url)
+        for node in (a, b):
+            await node.servers[0].loop.call(lambda book: book.resume())
+        assert await task is FinishReason.STOP
+    assert answer.num_requests == 1
+    assert (answer.ids, answer.logprobs) == expected(a.versions)
 
 
 async def test_two_moves_at_once_leave_one_owner(make_nodes):
@@ -381,6 +401,26 @@ async def test_a_guest_whose_host_dies_goes_home(make_nodes):
     assert (answer.ids, answer.logprobs) == expected(a.versions)
 
 
+class Buggy(Replica):
+    """Fails of a bug of ours as soon as it is to generate."""
+
+    async def generate(self, *arguments):
+        raise RuntimeError("a bug")
+
+
+async def test_a_bug_in_the_host_sends_its_guest_home_at_once(make_nodes):
+    """Home's own deadline, 30 s, is longer than this test's."""
+    (a,), (b,) = await make_nodes("a"), await make_nodes("b", replica_class=Buggy)
+    answer = Answer()
+    async with playing(a, answer) as (seat, task), asyncio.timeout(20):
+        await answer.reach(10)
+        assert await seat.move(b.harbour.url)
+        assert await task is FinishReason.STOP
+        assert seat.url == a.harbour.url
+    assert (answer.ids, answer.logprobs) == expected(a.versions)
+    await until(lambda: b.num_open == 0, "an empty host")
+
+
 async def test_an_answer_without_a_refuge_waits_for_its_own_engine(make_nodes):
     (a,) = await make_nodes("a")
     answer = Answer()
@@ -528,7 +568,7 @@ async def test_a_stranger_without_the_runs_token_gets_no_seat_and_no_obedience(m
 
 
 async def test_who_is_silent_is_not_in_the_directory(redis_client, run_id):
-    directory = ReplicaDirectory(redis_client, run_id, ttl_seconds=0.05)
+    directory = ReplicaDirectory(redis_client, run_id, ttl_seconds=0.4)
     await directory.beat(ReplicaEntry("a", "http://a", "0.0", "0.0", False, 0, 1, 0, 0, 0, 0))
     assert [entry.replica for entry in await directory.entries()] == ["a"]
     async with asyncio.timeout(20):

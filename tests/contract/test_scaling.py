@@ -1,10 +1,13 @@
-"""`laminar scale`: the wanted number, and a crew that follows it."""
+"""`laminar scale`: signed requests change the wanted number, and a crew follows it."""
 
 import asyncio
 
 import pytest
 
-from laminar.cluster.scaling import Scaling, change_wanted, wanted_key
+from laminar.cluster.control_desk import ControlDesk
+from laminar.cluster.scaling import Scaling, wanted_number
+from laminar.config.rollout import RolloutConfig
+from laminar.control import Request, Verb, ask
 from laminar.errors import ConfigError, EnvironmentSetupError
 
 
@@ -13,6 +16,13 @@ class Crew:
 
     def __init__(self, room=99):
         self.room, self.running, self.changed = room, {0, 1}, asyncio.Condition()
+        self.num_managers = 0
+
+    async def keep_manager(self):
+        async with self.changed:
+            self.num_managers += 1
+            self.changed.notify_all()
+        await asyncio.Event().wait()
 
     async def keep_worker(self, index):
         if index >= self.room:
@@ -34,17 +44,16 @@ class Telemetry:
 
 
 @pytest.fixture
-async def scaled(redis_client, run_id):
+async def scaled():
+    """Start following with a crew of two; gives the scaling and what it said."""
     tasks = []
 
-    async def start(crew):
+    def start(crew, **rollout):
         said = []
-        scaling = Scaling(redis_client, run_id, 2, crew, Telemetry(), said.append)
+        config = RolloutConfig.model_validate({"num_workers": 2, **rollout})
+        scaling = Scaling(config, crew, Telemetry(), said.append)
         tasks.append(asyncio.create_task(scaling.run()))
-        async with asyncio.timeout(20):
-            while await redis_client.get(wanted_key(run_id)) is None:
-                await asyncio.sleep(0.005)
-        return said
+        return scaling, said
 
     yield start
     for task in tasks:
@@ -57,33 +66,79 @@ async def follow(crew, wanted):
         await crew.changed.wait_for(lambda: crew.running == wanted)
 
 
-async def test_workers_come_and_go_with_the_wanted_number(redis_client, run_id, scaled):
+async def test_workers_come_and_go_with_the_wanted_number(scaled):
     crew = Crew()
-    await scaled(crew)
-    assert await change_wanted(redis_client, run_id, "+2") == 4
+    scaling, _ = scaled(crew)
+    assert await scaling.change({"rollouts": "+2"}) == "2 -> 4 rollout workers wanted"
     await follow(crew, {0, 1, 2, 3})
-    assert await change_wanted(redis_client, run_id, "-1") == 3
+    assert await scaling.change({"rollouts": "-1"}) == "4 -> 3 rollout workers wanted"
     await follow(crew, {0, 1, 2})
-    assert await change_wanted(redis_client, run_id, "1") == 1
+    await scaling.change({"rollouts": "1"})
     await follow(crew, {0})
 
 
-async def test_a_worker_without_room_is_told_of_and_the_number_goes_back(redis_client, run_id, scaled):
-    crew = Crew(room=3)
-    said = await scaled(crew)
-    await change_wanted(redis_client, run_id, "+2")
-    async with asyncio.timeout(20):
-        while int(await redis_client.get(wanted_key(run_id))) != 3:
-            await asyncio.sleep(0.005)
+async def managers(crew, number):
+    async with asyncio.timeout(20), crew.changed:
+        await crew.changed.wait_for(lambda: crew.num_managers == number)
+
+
+async def test_the_manager_comes_with_the_second_worker_and_only_once(scaled):
+    crew = Crew()
+    crew.running = {0}
+    scaling, _ = scaled(crew, num_workers=1, weight_update="trajectory")
+    assert crew.num_managers == 0
+    await scaling.change({"rollouts": "2"})
+    await managers(crew, 1)
+    for wanted in ("1", "3"):
+        await scaling.change({"rollouts": wanted})
+        await follow(crew, set(range(int(wanted))))
+    assert crew.num_managers == 1
+
+
+async def test_there_is_a_manager_from_the_start_where_replicas_drain(scaled):
+    crew = Crew()
+    scaled(crew, weight_update="trajectory")
+    await managers(crew, 1)
+
+
+@pytest.mark.slow
+async def test_there_is_no_manager_where_replicas_do_not_drain(scaled):
+    crew = Crew()
+    scaling, _ = scaled(crew, weight_update="in_flight")
+    await scaling.change({"rollouts": "3"})
     await follow(crew, {0, 1, 2})
+    assert crew.num_managers == 0
+
+
+async def test_a_worker_without_room_is_told_of_and_the_number_goes_back(scaled):
+    crew = Crew(room=3)
+    scaling, said = scaled(crew)
+    await scaling.change({"rollouts": "+2"})
+    await follow(crew, {0, 1, 2})
+    async with asyncio.timeout(20):
+        while scaling.wanted != 3:
+            await asyncio.sleep(0.005)
     assert any("no further worker: Ray found no room for rollout-3" in text for text in said)
+    assert await scaling.change({"rollouts": "+1"}) == "3 -> 4 rollout workers wanted"
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("two", "no number"), ("-2", "would leave 0"), ("0", "no worker"), ("+", "no n")]
+    ("text", "reason"),
+    [("two", "no number"), ("-2", "would leave 0"), ("0", "would leave 0"), ("+", "no number"), ("", "no number")],
 )
-async def test_nonsense_and_less_than_one_worker_are_refused(redis_client, run_id, scaled, text, reason):
-    await scaled(Crew())
+def test_nonsense_and_less_than_one_worker_are_refused(text, reason):
     with pytest.raises(ConfigError, match=reason):
-        await change_wanted(redis_client, run_id, text)
-    assert int(await redis_client.get(wanted_key(run_id))) == 2
+        wanted_number(text, 2)
+
+
+async def test_a_request_scales_only_if_the_runs_token_signed_it(redis_client, run_id, scaled):
+    scaling, _ = scaled(Crew())
+    desk = ControlDesk(redis_client, run_id, "secret", {Verb.SCALE: scaling.change}, Telemetry(), lambda text: None)
+    serving = asyncio.create_task(desk.run())
+    with pytest.raises(ConfigError, match="not signed with the run's token"):
+        await ask(redis_client, run_id, Request.make("guess", Verb.SCALE, {"rollouts": "+1"}, "test"))
+    assert scaling.wanted == 2
+    text = await ask(redis_client, run_id, Request.make("secret", Verb.SCALE, {"rollouts": "+1"}, "test"))
+    assert (text, scaling.wanted) == ("2 -> 3 rollout workers wanted", 3)
+    serving.cancel()
+    await asyncio.wait([serving])

@@ -78,7 +78,8 @@ def oracle(models):
 def run_step(config, ranks):
     algorithm = build_algorithm(config)
     engine = TrainerEngine(config, ranks, algorithm.needs)
-    return engine, train_step(engine, algorithm, make_groups(), 1)
+    groups = make_groups(greedy=config.trainer.algorithm.kind == "remax")
+    return engine, train_step(engine, algorithm, groups, 1)
 
 
 SPLITS = {

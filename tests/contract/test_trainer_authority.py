@@ -47,7 +47,7 @@ class Weights:
     def __init__(self):
         self.newest = None
 
-    def publish(self, version, tensors):
+    def publish(self, version, tensors, probe):
         self.newest = version
         return SimpleNamespace(skipped=False, bytes=0, reason="")
 

@@ -7,21 +7,35 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
+from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.errors import DeadlineError, RunFailedError
-from laminar.types import EvictionReason, FinishReason, GroupState, SamplingParameters, WeightVersion, sampled
+from laminar.types import (
+    EvictionReason,
+    Failure,
+    FailureKind,
+    FinishReason,
+    GroupState,
+    SamplingParameters,
+    WeightVersion,
+    sampled,
+)
 from rollout.engines.wire import EngineLoad
 from rollout.environments.base import Observation, StepResult
 from rollout.episode import play_episode
 from rollout.generation import Generation
+from rollout.player import sampling_for
+from rollout.quarantine import RejectedWeightsError
 from rollout.replica import Replica
 from rollout.rewards.scorer import RewardScorer
 from rollout.scripted import CodePointTokenizer
+from rollout.verification import Check, Verdict
 from rollout.worker import RolloutWorker, first_attempt
 from trainer.sampling import BatchSource
 
@@ -103,6 +117,13 @@ class Player:
 
     def __init__(self, troubles, wall_seconds):
         self.troubles, self.wall_seconds, self.played = troubles, wall_seconds, Counter()
+        self.judge = None
+
+    def judge_of(self, group):
+        return self.judge
+
+    async def close(self):
+        return None
 
     async def play(self, engine, group, member, attempt, purpose, journal=None):
         return await play_episode(
@@ -121,15 +142,17 @@ class Player:
 
 
 class Bench:
-    """A worker with its parts, and a trainer's batch source beside it."""
+    """A worker with its parts, and a trainer's batch source beside it. While `verdict` is set, no engine start passes."""
 
-    def __init__(self, run, url, folder, troubles, wall_seconds, rollout, prompts_per_step):
+    verdict = None
+
+    def __init__(self, run, url, folder, troubles, wall_seconds, rollout, prompts_per_step, kind="grpo"):
         self.config = LaminarConfig.model_validate(
             {
                 "model": {"path": "m"},
                 "data": {"path": "d"},
                 "rollout": {"lease_seconds": 60.0, "group_size": 1, "min_group_size": 1, **rollout},
-                "trainer": {"prompts_per_step": prompts_per_step},
+                "trainer": {"prompts_per_step": prompts_per_step, "algorithm": {"kind": kind}},
                 "staleness": {"max_staleness": 1},
             }
         )
@@ -147,10 +170,13 @@ class Bench:
         """The worker works meanwhile; the counters are balanced at every moment that is looked at."""
 
         async def start_engine(path, version):
+            if self.verdict is not None:
+                raise RejectedWeightsError(self.verdict)
             return self.engine, self.engine
 
         relay = Relay()
-        await self.worker.equip(client, self.player, relay, Replica(self.config.rollout.engine, relay, start_engine))
+        self.replica = Replica(self.config.rollout.engine, relay, start_engine)
+        await self.worker.equip(client, self.player, relay, self.replica)
         async with asyncio.TaskGroup() as tasks:
             self.task = tasks.create_task(self.worker.run())
             watch = tasks.create_task(self._watch())
@@ -174,13 +200,15 @@ class Bench:
 async def make_bench(make_run, valkey, tmp_path):
     from laminar.experience.client import connect  # a client of its own: the worker closes it
 
-    async def make(troubles=None, *, wall_seconds=0.5, prompts=100, prompts_per_step=4, rollout=None, **settings):
+    async def make(
+        troubles=None, *, wall_seconds=0.5, prompts=100, prompts_per_step=4, rollout=None, kind="grpo", **settings
+    ):
         rollout = rollout or {}
         names = {"group_size", "min_group_size", "group_failure"} & rollout.keys()
         run = await make_run(
-            prompts, prompts_per_step=prompts_per_step, max_staleness=1, **{n: rollout[n] for n in names}, **settings
+            prompts, prompts_per_step=prompts_per_step, max_staleness=1, **({n: rollout[n] for n in names} | settings)
         )
-        bench = Bench(run, valkey.url, tmp_path, troubles or {}, wall_seconds, rollout, prompts_per_step)
+        bench = Bench(run, valkey.url, tmp_path, troubles or {}, wall_seconds, rollout, prompts_per_step, kind)
         bench.client = await connect(valkey.url)
         return bench
 
@@ -274,6 +302,30 @@ async def test_a_refilled_member_is_played_again_by_the_same_worker(make_bench):
     assert bench.player.played["0"] == 4
 
 
+async def test_siblings_are_judged_together_once_the_last_of_them_has_ended(make_bench):
+    """Three siblings, one of which is flaky; judging them fails the first time, and costs each of them one more game."""
+    rollout = {"group_size": 3, "group_failure": "refill", "max_attempts": 1, "min_group_size": 2}
+    bench = await make_bench({"0": [OSError("flaky")]}, prompts=1, prompts_per_step=1, max_epochs=1, rollout=rollout)
+    judged = []
+
+    async def judge(trajectories):
+        judged.append([t.member for t in trajectories])
+        if len(judged) == 1:
+            failure = Failure(FailureKind.VERIFIER, "the judge is busy")
+            # two refills are left of three: two members are played again, the third is over
+            return [replace(t, reward=None, reward_terms={}, failure=failure) for t in trajectories]
+        return [replace(t, reward=float(place), reward_terms={"rank": float(place)}) for place, t in enumerate(trajectories)]
+
+    bench.player.judge = judge
+    async with bench.working(bench.client):
+        batch = await asyncio.wait_for(bench.source.next_batch(0, 1, lambda: False), 5)
+    assert judged == [[0, 1, 2], [0, 1]]
+    assert [(t.member, t.reward) for t in batch.groups[0]] == [(0, 0.0), (1, 1.0)]
+    counters = await bench.run.buffer.counters()
+    assert (counters.refilled, counters.failed) == (3, {"verifier": 1})
+    assert bench.worker._counts._failures == {"environment": 1, "verifier": 3}
+
+
 async def test_dropping_a_group_aborts_its_siblings_in_the_engine(make_bench):
     """Two members are being generated when the third fails."""
     rollout = {"group_size": 3, "group_failure": "drop", "max_attempts": 1}
@@ -315,9 +367,66 @@ async def _num_running(bench, number):
     return len(bench.engine.running) == number
 
 
+WRONG = Verdict(FIRST, Check.RANKS, "rank 0 read 0.0 back: piece 3 is wrong")
+
+
+async def damage(bench):
+    """From now on the engine holds wrong weights, whatever is done."""
+    bench.verdict = WRONG
+    await bench.replica.condemn(WRONG.reason)
+
+
+@pytest.mark.slow
+async def test_a_replica_whose_weights_stay_wrong_leaves_and_others_go_on_with_its_groups(make_bench):
+    bench = await make_bench(prompts=2, prompts_per_step=1, max_epochs=1)
+    bench.engine.hang = {"prompt 0", "prompt 1"}
+    run_id = bench.run.store.prefix.split(":")[1]
+    async with bench.working(bench.client):
+        await bench.until(lambda: _num_running(bench, 2))
+        other = ReplicaEntry("rollout-1", "http://other", "0.0", "0.0", False, 0, 1, 0, 0, 0, 0)
+        await ReplicaDirectory(bench.run.store.client, run_id, ttl_seconds=60).beat(other)
+        await damage(bench)
+        await asyncio.wait_for(asyncio.shield(bench.task), 20)
+    assert (bench.replica.quarantine.num_in_row, bench.replica.restarts) == (3, 3)
+    claim = await bench.run.claim("0.0", groups=2, worker="rollout-1")
+    assert [(group.group_id, group.claim) for group in claim.groups] == [("00000000", 2), ("00000001", 2)]
+
+
+@pytest.mark.slow
+async def test_the_last_replica_whose_weights_stay_wrong_ends_the_run_and_says_why(make_bench):
+    bench = await make_bench(prompts=2, prompts_per_step=1, max_epochs=1)
+    bench.engine.hang = {"prompt 0", "prompt 1"}
+
+    async def work():
+        async with bench.working(bench.client):
+            await bench.until(lambda: _num_running(bench, 2))
+            await damage(bench)
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await work()
+    (error,) = caught.value.exceptions
+    assert isinstance(error, RunFailedError)
+    assert "3 times in a row (rank 0 read 0.0 back: piece 3 is wrong)" in str(error)
+    assert "no other replica is left" in str(error)
+
+
+async def test_remax_plays_one_greedy_answer_more_a_group_and_the_batch_brings_it_along(make_bench):
+    bench = await make_bench(
+        prompts=2, prompts_per_step=2, max_epochs=1, kind="remax", rollout={"group_size": 2}, group_size=3
+    )
+    async with bench.working(bench.client):
+        batch = await asyncio.wait_for(bench.source.next_batch(0, 1, lambda: False), 5)
+    for group in batch.groups:
+        assert [(t.member, t.purpose) for t in group] == [(0, "train"), (1, "train"), (2, "greedy_baseline")]
+    assert len(batch.seen_rewards) == 4
+    sampling = sampling_for(bench.config, batch.groups[0][2].purpose)
+    assert (sampling.temperature, sampling.max_new_tokens) == (0.0, 512)
+
+
 def test_no_two_series_of_attempts_share_a_number(make_bench):
     config = LaminarConfig.model_validate(
         {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"group_size": 2, "max_attempts": 3}}
     )
-    firsts = [first_attempt(config.rollout, lease, replay) for lease in (1, 2, 3) for replay in (0, 1, 2)]
+    firsts = [first_attempt(config.rollout, lease, replay, 2) for lease in (1, 2, 3) for replay in (0, 1, 2)]
     assert firsts == [0, 3, 6, 9, 12, 15, 18, 21, 24]

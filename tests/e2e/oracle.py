@@ -47,7 +47,7 @@ def run_oracle(model_folder: Path, work: Path, num_steps: int, run_seed: int) ->
                 name = f"{admission:08d}-{member:03d}"
                 sampling = SamplingWire(NEW_TOKENS, stop_token_ids=STOP, sampling_seed=trajectory_seed(run_seed, name, 0))
                 outputs.append(engine.add(GenerateWire(prompts[-1], name, sampling)))
-        while engine.has_work:
+        while engine.book.has_work:
             engine.step()
         for number, output in enumerate(outputs):
             admission = step * PROMPTS + number // GROUP
@@ -58,7 +58,7 @@ def run_oracle(model_folder: Path, work: Path, num_steps: int, run_seed: int) ->
         folder = work / f"version-{step + 1}"
         model.save_pretrained(folder)
         save_file(dict(model.named_parameters()), folder / "model.safetensors")
-        engine.update_weights(folder, f"0.{step + 1}", flush_cache=True)
+        engine.book.update_weights(folder, f"0.{step + 1}", flush_cache=True)
     engine.close()
     return steps
 

@@ -19,7 +19,7 @@ EMULATED = (
 
 
 def test_a_live_run_is_scaled_up_and_down_and_goes_on(start):
-    run = start(*EMULATED, "run.max_steps=200", "rollout.num_workers=1", "rollout.weight_update=in_flight")
+    run = start(*EMULATED, "run.max_steps=200", "rollout.num_workers=1", "rollout.weight_update=trajectory")
     run.wait_for_step(2)
 
     def scale(change):
@@ -28,6 +28,7 @@ def test_a_live_run_is_scaled_up_and_down_and_goes_on(start):
 
     assert "2 rollout workers" in scale("+1")
     run.wait_until(lambda: "rollout-1" in run.folder.read_state().roles, "a second worker", 90)
+    run.wait_until(lambda: "manager" in run.folder.read_state().roles, "the manager that comes with it", 90)
     assert "1 rollout workers" in scale("-1")
     run.wait_until(lambda: "scaled to 1 rollout workers" in run.text(), "its end", 90)
     step = run.lines()[-1]["step"]

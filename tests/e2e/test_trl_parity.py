@@ -116,3 +116,28 @@ def test_group_standard_deviations_are_those_of_trl():
     )
     ours, _ = group_advantages(rewards.tolist(), list("aaabbb"), std="sample", std_epsilon=1e-4)
     torch.testing.assert_close(torch.tensor(ours).float().view(2, 3), theirs, rtol=0, atol=1e-5)
+
+
+def test_on_policy_the_gradient_of_rloo_is_that_of_trl():
+    """TRL's ratio is of whole answers, ours of tokens: at a ratio of 1 both are REINFORCE, A_i grad log p(y_i) / B."""
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    batch = make_batch()
+    batch["mask"] = torch.arange(T) < torch.tensor([9, 1, 4, 7, 2, 9])[:, None]  # theirs knows no tool's answer
+    batch["old"] = batch["logprobs"]
+    logprobs = batch["logprobs"].clone().requires_grad_()
+    same = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x)
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros(B, T), None),
+        aux_loss_enabled=False, epsilon_low=0.2, epsilon_high=0.2, model=SimpleNamespace(training=True), accelerator=same,
+        _metrics={"train": defaultdict(list)},
+    )  # fmt: skip
+    inputs = {
+        "prompt_ids": torch.zeros(B, 1, dtype=torch.long), "prompt_mask": torch.ones(B, 1, dtype=torch.long),
+        "completion_ids": torch.zeros(B, T, dtype=torch.long), "completion_mask": batch["mask"].long(),
+        "advantages": batch["advantages"], "old_logps": (batch["logprobs"] * batch["mask"]).sum(1),
+    }  # fmt: skip
+    RLOOTrainer._compute_loss(trainer, None, inputs).backward()
+    _, gradient = loss_of_ours(batch, "rloo", {})
+    torch.testing.assert_close(gradient, logprobs.grad, rtol=0, atol=1e-5)
+    assert gradient.abs().max() > 1e-3

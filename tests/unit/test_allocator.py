@@ -29,3 +29,23 @@ def faults(keeps):
 def test_a_block_as_large_as_the_last_one_is_not_faulted_in_anew():
     pages = 50 * 2 * 4_000_000 // resource.getpagesize()
     assert faults(keeps=True) < pages / 10
+
+
+CYCLE = """
+import gc, weakref
+from laminar.allocator import exempt_from_collection
+class Node: pass
+old = Node()
+exempt_from_collection()
+is_exempt = all(thing is not old for thing in gc.get_objects())
+cycle = Node()
+cycle.itself, seen = cycle, weakref.ref(cycle)
+del cycle
+alive = [[] for _ in range(100_000)]
+print(is_exempt, seen() is None)
+"""
+
+
+def test_what_was_there_is_exempt_and_a_new_cycle_is_still_found():
+    done = subprocess.run([sys.executable, "-c", CYCLE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]

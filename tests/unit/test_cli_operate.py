@@ -73,7 +73,9 @@ def test_a_trajectory_that_is_not_kept_is_refused_with_the_setting_to_change(fol
     assert "(1 are kept; metrics.trajectory_rate" in str(error)
 
 
-@pytest.mark.parametrize("command", [["stop"], ["pause"], ["unpause"], ["set", "staleness.max_staleness=2"]])
+@pytest.mark.parametrize(
+    "command", [["stop"], ["pause"], ["unpause"], ["set", "staleness.max_staleness=2"], ["scale", "--rollouts", "+1"]]
+)
 def test_control_of_a_run_that_has_ended_is_refused_with_its_own_exit_code(folder, command):
     error = run_command(command[0], folder.path, *command[1:]).exception
     assert isinstance(error, RunNotAliveError)

@@ -64,6 +64,10 @@ def test_the_defaults_are_right_without_a_word(folder):
             "`rollout.min_group_size` is 3, above `rollout.group_size` = 2",
         ),
         (
+            "rollout.over_provision = 1.5\nstaleness.max_staleness = 0",
+            "`rollout.over_provision` is 1.5 with `staleness.max_staleness` = 0",
+        ),
+        (
             "trainer.mini_batches = 7\ntrainer.prompts_per_step = 6",
             "`trainer.mini_batches` is 7, above `trainer.prompts_per_step` = 6",
         ),
@@ -143,10 +147,12 @@ def test_what_cannot_work_is_refused_with_value_and_remedy(folder, text, sentenc
         'trainer.algorithm.options.kl_coef = 0.01\nmodel.reference = "policy"',
         "trainer.epochs = 2",
         'trainer.algorithm.kind = "ppo"\nmodel.critic = "policy"\nrollout = {group_size = 1, min_group_size = 1}',
+        'trainer.algorithm = {kind = "safe_rlhf", options = {cost = "harm"}}\n'
+        '[[rewards]]\nkind = "exact_match"\nname = "harm"\nweight = 0.0',
         *(
             f'trainer.algorithm.kind = "{kind}"'
             for kind in load_attribute("trainer.algorithms:ALGORITHMS")
-            if kind != "decoupled_ppo"
+            if kind not in ("decoupled_ppo", "safe_rlhf")
         ),
     ],
 )
@@ -166,6 +172,7 @@ def test_unbiased_combinations_pass_without_a_word(folder, text):
         ),
         (REWARD + REWARD, '`rewards` has 2 terms called "exact_match"'),
         ('[[rewards]]\nkind = "absent_module:Attr"', "there is no module absent_module"),
+        ('[[rewards]]\nkind = "relative_length"\n[eval]\npath = "data.jsonl"', "every reward compares siblings"),
     ],
 )
 def test_wrong_rewards_are_refused(folder, reward, sentence):

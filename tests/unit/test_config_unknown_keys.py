@@ -48,7 +48,7 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
             "unknown key `grpo.async_grpo.max_trajectory_age_steps`: here it is `staleness.max_staleness`",
         ),
         ('[[rewards]]\nkind = "a"\npattern = "b"', "goes into `rewards[0].options`"),
-        ("[zebra]\nstripes = 3", "unknown section `zebra`: the keys here are run, model, data,"),
+        ("[zebra]\nplumage = 3", "unknown section `zebra`: the keys here are run, model, data,"),
     ],
 )
 def test_an_unknown_key_is_refused_with_its_path_and_a_hint(tmp_path, text, sentence):
@@ -80,7 +80,8 @@ def test_every_hint_for_a_peers_name_leads_to_a_setting_that_exists():
     known = {format_path(path) for path, _ in all_paths()}
     known |= {
         f"trainer.algorithm.options.{name}"
-        for name in load_attribute("trainer.algorithms.options:PolicyGradientOptions").model_fields
+        for options in ("trainer.algorithms.options:PolicyGradientOptions", "trainer.algorithms.presets:SafeRlhfOptions")
+        for name in load_attribute(options).model_fields
     }
     assert set(PEER_NAMES.values()) <= known
 

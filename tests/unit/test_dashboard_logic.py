@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from laminar.config.redact import redact
 from laminar.dashboard.alerts import Facts, find_alerts
-from laminar.dashboard.bottleneck import bottleneck, mean_shares
+from laminar.dashboard.bottleneck import Filtering, bottleneck, mean_shares
 from laminar.dashboard.history import History
 from laminar.dashboard.live import LiveView
 from laminar.dashboard.prometheus import render_metrics
@@ -57,6 +57,52 @@ def test_balance_publishing_pause_and_start_are_told_apart():
     assert "on checkpoint" in sentence({"checkpoint": 0.4, "train": 0.6}, {"decode": 1.0})
     assert "unpause" in bottleneck({}, [], staleness_mean=None, bound=1, is_paused=True)
     assert "starting" in sentence({})
+
+
+WAITING = {"wait": 0.6, "train": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("filtering", "words"),
+    [
+        (Filtering(0.95, 0.9), "The task is too easy: 95 % of the groups are filtered, for all their attempts get the same "
+         "reward, a high one (trainer waits 60 % of the time); take harder prompts."),
+        (Filtering(0.95, 0.1), "The task is too hard: 95 % of the groups are filtered, for all their attempts get the same "
+         "reward, a low one (trainer waits 60 % of the time); take easier prompts, or give partial rewards."),
+        (Filtering(0.95, 0.5), "leave out prompts that all or none solve"),
+        (Filtering(0.95, None), "too easy or too hard"),
+        (Filtering(0.5, 0.9), "add rollouts"),
+    ],
+)  # fmt: skip
+def test_groups_that_teach_nothing_are_no_lack_of_rollouts(filtering, words):
+    text = bottleneck(WAITING, [{"decode": 1.0}], staleness_mean=0.5, bound=2, filtering=filtering)
+    assert words in text
+    assert ("add rollouts" in text) == (filtering.ratio < 0.8)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "replica", "words"),
+    [
+        ({"publish": 0.3, "train": 0.7}, {"decode": 1.0}, "30 % of the time on publish: the weights go out slowly"),
+        ({"spool": 0.3, "train": 0.7}, {"decode": 1.0}, "put run.directory on a faster one"),
+        ({"checkpoint": 0.2, "spool": 0.1, "train": 0.7}, {"decode": 1.0}, "raise checkpoint.every_steps"),
+        ({"start": 0.6, "wait": 0.4}, {"decode": 1.0}, "The trainer is starting"),
+        ({"restore": 0.6, "wait": 0.4}, {"decode": 1.0}, "The trainer is starting"),
+        (WAITING, {"idle_end_of_data": 0.9, "decode": 0.1}, "the data is at its end"),
+        (WAITING, {"idle_not_ready": 0.9, "decode": 0.1}, "the run is being restored"),
+        (WAITING, {"decode": 0.9, "idle": 0.1}, "add rollouts, or raise the in-flight limit"),
+        ({"train": 1.0}, {"idle_staleness": 0.3, "decode": 0.7}, "add trainer ranks, or take workers away"),
+        ({"train": 0.9, "wait": 0.1}, {"decode": 0.6, "prefill": 0.2}, "rollouts generate 80 %"),
+    ],
+)
+def test_each_state_of_things_has_its_sentence(trainer, replica, words):
+    assert words in sentence(trainer, replica)
+
+
+def test_staleness_is_mentioned_only_where_it_leaves_room():
+    assert "far below" not in sentence(WAITING, {"decode": 1.0}, mean=1.5, bound=2)
+    assert "far below" not in sentence(WAITING, {"decode": 1.0}, mean=None)
+    assert "far below" not in sentence(WAITING, {"decode": 1.0}, bound=None)
 
 
 def test_mean_shares_count_a_missing_state_as_nothing():
@@ -160,6 +206,16 @@ def test_shares_come_from_the_last_minutes_only():
     assert view.shares("rollout-0", 1000.0) == {"decode": 0.5, "idle": 0.5}
 
 
+def test_a_role_that_ended_in_order_stays_to_be_seen_and_is_not_missed():
+    view = LiveView()
+    view.apply(Event("rollout-1", "worker", 0.0, {}, {"spans": [["decode", 0.0, 1.0]]}))
+    view.apply(Event("supervisor", "retired", 1.0, {}, {"role": "rollout-1"}))
+    assert view.retired == {"rollout-1"}
+    assert list(view.spans["rollout-1"]) == [("decode", 0.0, 1.0)]
+    view.apply(Event("rollout-1", "worker", 2.0, {}, {}))  # scaled up again
+    assert view.retired == set()
+
+
 def test_a_restarted_role_begins_anew():
     view = LiveView()
     view.apply(Event("w", "worker", 0.0, {"time/state_decode_seconds": 50.0}, {}))
@@ -235,10 +291,11 @@ def test_secrets_are_starred_and_settings_are_not():
     tree = {
         "experience": {"redis_url": "redis://me:hunter2@host:6379/0"},
         "environment": {"options": {"api_key": "sk-1", "judge_token": "t", "nested": [{"password": "p"}]}},
+        "alerts": {"webhook": "https://chat.example/hooks/h00k"},
         "model": {"tokenizer": "models/tiny"},
         "rollout": {"max_new_tokens": 8},
     }
     shown = json.dumps(redact(tree))
-    assert not any(secret in shown for secret in ("hunter2", "sk-1", '"t"', '"p"'))
+    assert not any(secret in shown for secret in ("hunter2", "sk-1", '"t"', '"p"', "h00k"))
     assert "models/tiny" in shown
     assert redact(tree)["rollout"] == {"max_new_tokens": 8}

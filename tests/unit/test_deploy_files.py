@@ -5,6 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -16,6 +17,7 @@ from laminar.telemetry.registry import METRICS
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 EXPORTER_ONLY = {
     "laminar_up", "laminar_role_silent_seconds", "laminar_staleness_bound", "laminar_outstanding_groups", "laminar_alerts",
+    "laminar_free_disk_ratio",
 }  # fmt: skip
 
 
@@ -84,6 +86,54 @@ def test_pods_mount_memory_for_weights_and_every_mount_has_its_volume():
             requests, limits = container["resources"]["requests"], container["resources"]["limits"]
             assert requests["nvidia.com/gpu"] == limits["nvidia.com/gpu"]
         assert spec["terminationGracePeriodSeconds"] >= 60
+
+
+COMPOSE_SERVICE = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "image": {"type": "string"},
+        "build": {"type": "object", "required": ["context"], "propertyNames": {"enum": ["context", "dockerfile", "args"]}},
+        "hostname": {"type": "string"},
+        "depends_on": {
+            "type": "object",
+            "additionalProperties": {
+                "properties": {
+                    "condition": {"enum": ["service_started", "service_healthy", "service_completed_successfully"]}
+                },
+                "required": ["condition"],
+            },
+        },
+        "command": {"type": "array", "items": {"type": "string"}},
+        "environment": {"type": "object", "additionalProperties": {"type": ["string", "number", "null"]}},
+        "healthcheck": {
+            "type": "object",
+            "required": ["test"],
+            "propertyNames": {"pattern": "^(test|interval|timeout|retries|start_period)$"},
+        },
+        "shm_size": {"type": "string", "pattern": r"^\d+(b|kb|mb|gb)$"},
+        "init": {"type": "boolean"},
+        "stop_grace_period": {"type": "string", "pattern": r"^\d+(s|m)$"},
+        "ulimits": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "ports": {"type": "array", "items": {"type": "string", "pattern": r"^[\d.]+:\d+:\d+$"}},
+        "volumes": {"type": "array", "items": {"type": "string", "pattern": r"^[^:]+(:-[^:]+)?:[^:]+(:ro)?$"}},
+        "restart": {"enum": ["no", "always", "on-failure", "unless-stopped"]},
+    },
+    "oneOf": [{"required": ["image"]}, {"required": ["build"]}],
+}
+"""What our services may say: names and types as the Compose specification has them; a misspelt one is found."""
+
+
+def test_the_compose_file_has_only_known_keys_of_the_right_type():
+    (compose,) = documents("docker/compose.yaml")
+    assert set(compose) == {"name", "services", "volumes"}
+    for name, service in compose["services"].items():
+        problems = [error.message for error in jsonschema.Draft202012Validator(COMPOSE_SERVICE).iter_errors(service)]
+        assert problems == [], name
+        assert set(service.get("depends_on", {})) <= set(compose["services"])
+    named = {v.partition(":")[0] for s in compose["services"].values() for v in s.get("volumes", []) if v[0] not in "./$"}
+    assert named == set(compose["volumes"])
+    assert list(jsonschema.Draft202012Validator(COMPOSE_SERVICE).iter_errors({"image": "a", "shm-size": "4gb"}))
 
 
 def test_compose_mounts_files_that_are_there():

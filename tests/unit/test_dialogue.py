@@ -129,6 +129,22 @@ def tokenizer_of(trained):
     return lambda family, kind="byte_level": with_template(trained[kind], family)
 
 
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_short_way_through_a_template_writes_what_the_packages_own_does(tokenizer_of, family):
+    tokenizer = tokenizer_of(family)
+    tokenizer._tokenizer.chat_template = "{{ bos_token }}" + TEMPLATES[family] + "{{ tools | tojson if tools }}"
+    tokenizer = HuggingFaceTokenizer(tokenizer._tokenizer, family)
+    messages = [{"role": "user", "content": "é "}, {"role": "assistant", "content": "<think>\na</think>b"}]
+    messages += [{"role": "tool", "content": "1"}, {"role": "user", "content": "<b>?"}]
+    tools = ({"type": "function", "function": {"name": "f", "parameters": {}}},)
+    assert tokenizer._templates_plainly
+    for shown in ((), tools):
+        wanted = tokenizer._tokenizer.apply_chat_template(
+            messages, tools=list(shown) or None, add_generation_prompt=True, tokenize=False
+        )
+        assert tokenizer.render(messages, shown) == wanted
+
+
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 + 4?"}]
 TOOL = [{"role": "tool", "content": "7"}]
 NEXT = [{"role": "user", "content": "And 5 + 6?"}]

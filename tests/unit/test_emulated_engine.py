@@ -1,5 +1,6 @@
-"""The emulated engine's arithmetic: steps, lengths, cache and preemption, without a clock."""
+"""The emulated engine: steps, lengths, cache and preemption without a clock; and that nobody waits for a step's end."""
 
+import asyncio
 import json
 
 import numpy as np
@@ -7,8 +8,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from laminar.simulate.timings import Lengths, StepTimes, load_lengths, load_step_times
+from rollout.engines.book import StepReport
+from rollout.engines.door import Reader, Readers
 from rollout.engines.emulated_engine import EmulatedEngine, EmulatedOptions
-from rollout.engines.wire import GenerateWire, SamplingWire
+from rollout.engines.emulated_loop import EmulatedLoop
+from rollout.engines.wire import GenerateWire, Output, SamplingWire
 
 TEN = Lengths(np.array([0.0, 1.0]), np.array([10.0, 10.0]))
 TIMES = StepTimes(np.array([1.0, 3.0, 5.0]), np.array([0.010, 0.014, 0.020]), 1000.0)
@@ -39,8 +43,9 @@ def wire(rid, ids, new=50, seed=7, temperature=1.0):
 def step(engine, times=1):
     seconds = 0.0
     for _ in range(times):
-        seconds += engine.begin()
-        engine.end()
+        plan = engine.begin()
+        seconds += plan.seconds
+        engine.end(plan.num_tokens)
     return seconds
 
 
@@ -111,7 +116,7 @@ def test_seconds_are_those_of_prefill_and_of_one_token_for_everybody(folder):
     prompt = [5] * 1000
     for name, ids in (("a", prompt), ("b", prompt), ("c", [6] * 4)):
         engine.add(wire(name, ids))
-    assert engine.begin() == pytest.approx(0.1 + 0.0004 + 0.010 + 0.004 * 2004 / 3000)
+    assert engine.begin().seconds == pytest.approx(0.1 + 0.0004 + 0.010 + 0.004 * 2004 / 3000)
     assert engine.load().prefill_seconds == pytest.approx(0.1004)
 
 
@@ -120,7 +125,7 @@ def test_one_emulated_token_may_stand_for_many_real_ones(folder):
     engine = make(folder, token_scale=10, prefill_tokens_per_second=10_000.0)
     for name, first in zip("abc", (5, 6, 7), strict=True):
         engine.add(wire(name, [first] * 100))
-    assert engine.begin() == pytest.approx(3000 / 10_000 + 10 * 0.014)
+    assert engine.begin().seconds == pytest.approx(3000 / 10_000 + 10 * 0.014)
 
 
 def test_a_full_cache_sends_the_youngest_request_back_and_it_loses_nothing(folder):
@@ -143,9 +148,9 @@ def test_tokens_after_a_swap_carry_the_new_version_and_other_logprobs(folder, tm
     engine, old = make(folder), make(folder)
     output, unswapped = engine.add(wire("a", [5, 9])), old.add(wire("a", [5, 9]))
     step(engine, 3)
-    engine.pause("in_place")
-    engine.update_weights(checkpoint(tmp_path, scale=1.05), "0.1", flush_cache=False)
-    engine.resume()
+    engine.book.pause("in_place")
+    engine.book.update_weights(checkpoint(tmp_path, scale=1.05), "0.1", flush_cache=False)
+    engine.book.resume()
     step(engine, 7)
     step(old, 10)
     assert [(span.version, span.start, span.end) for span in output.spans] == [("0.0", 0, 3), ("0.1", 3, 10)]
@@ -153,3 +158,39 @@ def test_tokens_after_a_swap_carry_the_new_version_and_other_logprobs(folder, tm
     assert output.logprobs[:3] == unswapped.logprobs[:3]
     assert all(a != b for a, b in zip(output.logprobs[3:], unswapped.logprobs[3:], strict=True))
     assert all(-3 < value <= 0 for value in output.logprobs)
+
+
+def test_a_step_of_many_tokens_ends_where_the_first_request_does(folder):
+    """Of two answers of 10 tokens one has a budget of 4."""
+    engine = make(folder, step_tokens=100)
+    short, whole = engine.add(wire("a", [5], new=4)), engine.add(wire("b", [6]))
+    assert [engine.begin().num_tokens, engine.end(4), engine.begin().num_tokens] == [4, None, 6]
+    assert (len(short.ids), len(whole.ids)) == (4, 4)
+
+
+async def test_nobody_waits_for_the_end_of_a_step_of_many_tokens(folder):
+    """The first answer's step would take 10 to the 6 tokens of 10 ms: hours."""
+    endless = Lengths(np.array([0.0, 1.0]), np.array([1e6, 1e6]))
+    loop = EmulatedLoop(make(folder, endless, step_tokens=10**6, max_cached_tokens=10**7), time_factor=10.0)
+    first = await loop.generate(wire("a", [5], new=10**6))
+    second = await loop.generate(wire("b", [6], new=3))
+    async with asyncio.timeout(20):
+        short = (await second.get()).answer
+        await loop.call(lambda book: book.abort("a"))
+        partial = (await first.get()).answer
+    await loop.stop()
+    assert short["meta_info"]["finish_reason"]["type"] == "length"
+    assert partial["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 3 <= len(partial["output_ids"]) < 10**6
+
+
+def test_a_streams_reader_hears_of_so_many_tokens_at_once_and_of_the_last_ones():
+    readers, output = Readers(stream_interval=4), Output("a", 1)
+    readers.add("a", Reader(asyncio.Queue(), streams=True))
+    heard = []
+    for count in (3, 2, 3, 1):
+        for _ in range(count):
+            output.append(7, -1.0, "0.0")
+        output.finish_reason = {"type": "stop"} if len(output.ids) == 9 else None
+        heard.append([len(update.answer["output_ids"]) for _, update in readers.updates(StepReport({"a": output}), "0.0")])
+    assert heard == [[], [5], [], [4]]

@@ -6,10 +6,11 @@ import torch
 from safetensors.torch import save_file
 
 from laminar.config.root import LaminarConfig
+from laminar.config.trainer import EmulatedTrainerConfig
 from laminar.errors import ConfigError
 from laminar.experience.answers import Frontier
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
-from trainer.emulated import EmulatedSession
+from trainer.emulated import EmulatedSession, step_seconds
 from trainer.progress import Progress
 from trainer.spool_file import SpooledGroup, SpooledStep
 
@@ -78,3 +79,9 @@ def test_a_model_without_its_one_weights_file_is_refused_with_the_path(config, t
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model\.safetensors is not there"):
         EmulatedSession(config, tmp_path / "checkpoints")
+
+
+def test_a_step_takes_its_place_in_the_table_and_its_tokens_at_the_pace():
+    paced = EmulatedTrainerConfig(step_seconds=[0.5, 1.0], tokens_per_second=200.0)
+    assert [step_seconds(paced, step, 100) for step in (1, 2, 3)] == [1.0, 1.5, 1.0]
+    assert step_seconds(EmulatedTrainerConfig(), 1, 100) == 1.0

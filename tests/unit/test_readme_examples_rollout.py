@@ -1,6 +1,9 @@
 """The examples of rollout/README.md run verbatim."""
 
+import asyncio
+import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -8,10 +11,13 @@ import pytest
 
 import rollout
 from laminar.config.system import EnvironmentConfig, RewardConfig
+from laminar.plugins import validate_options
 from laminar.types import ClaimedGroup, Prompt, SamplingParameters
 from rollout.agents import AgentPlayer
 from rollout.environments.agent import Agent
 from rollout.environments.factory import build_environment_factory
+from rollout.environments.remote import Remote
+from rollout.environments.verifiers import Verifiers
 from rollout.episode import play_episode
 from rollout.rewards.scorer import build_scorer
 from rollout.scripted import CodePointTokenizer, ScriptedEngine
@@ -97,6 +103,28 @@ async def test_the_agent_in_ten_lines_is_trained_as_written(examples, answer, re
     assert (trajectory.reward, trajectory.failure) == (reward, None)
     (chain,) = trajectory.chains
     assert "".join(map(chr, chain.token_ids()[chain.mask()])) == "It is 17." + answer
+
+
+@pytest.mark.slow
+async def test_the_environment_example_is_served_to_other_machines(examples, tmp_path):
+    command = [sys.executable, "-m", "rollout.environments.serve", "--kind", "my_world:SecondChance", "--port", "0"]
+    path = os.pathsep.join([str(README.parents[1]), str(tmp_path)])
+    server = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}
+    )
+    try:
+        url = (await asyncio.wait_for(server.stdout.readline(), 60)).decode().split()[-1]
+        examples["remote"]["options"]["url"] = url
+        trajectory = await play(examples, [" 16", " 17"], environment="remote")
+    finally:
+        server.kill()
+        await server.wait()
+    assert (trajectory.reward, len(trajectory.turns)) == (0.5, 2)
+
+
+def test_options_of_the_other_examples_are_valid(examples):
+    assert validate_options(Verifiers, examples["verifiers"]["options"]).env["taskset"]["id"] == "my-env"
+    assert validate_options(Remote, examples["remote"]["options"]).retries == 3
 
 
 def test_readme_lists_every_module():

@@ -119,11 +119,10 @@ class TestWhatEscapes:
         # Case D21: 20 bad answers, then 20 good ones, through two places.
         release = threading.Event()
         threads = DaemonThreads(max_running=2, max_stuck=64)
-        scorer = one_term(
-            lambda prompt, text: 1.0 if text == "good" else release.wait(), timeout_seconds=0.02, threads=threads
-        )
-        bad = await scorer.score_batch([context("bad", f"b{n}") for n in range(20)])
-        good = await scorer.score_batch([context("good", f"g{n}") for n in range(20)])
+        bad_scorer = one_term(lambda prompt, text: release.wait(), timeout_seconds=0.02, threads=threads)
+        good_scorer = one_term(lambda prompt, text: 1.0, threads=threads)
+        bad = await bad_scorer.score_batch([context("bad", f"b{n}") for n in range(20)])
+        good = await good_scorer.score_batch([context("good", f"g{n}") for n in range(20)])
         release.set()
         assert {score.failure.kind for score in bad.values()} == {FailureKind.VERIFIER}
         assert [score.reward for score in good.values()] == [1.0] * 20
@@ -216,5 +215,5 @@ class TestChecksAtStart:
             one_term(kind).check([Prompt("p", "?", fields)])
 
     def test_a_class_without_score_is_refused(self):
-        with pytest.raises(ConfigError, match="neither `score` nor `score_batch`"):
+        with pytest.raises(ConfigError, match="no `score`, `score_batch` or `score_group`"):
             build_scorer([RewardConfig(kind="fractions:Fraction")])

@@ -1,5 +1,6 @@
 """Small rules of the rollout tier: the in-flight limit, where time goes, room for guests, and the manager's plans."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ from laminar.config.rollout import RepackConfig, RolloutConfig
 from laminar.config.root import LaminarConfig
 from laminar.directory import ReplicaEntry
 from laminar.policies.in_flight import next_limit
+from laminar.policies.over_provision import tail_of_batch
 from laminar.policies.repack import Move, RepackLimits
+from laminar.types import GroupHeader, GroupState
 from rollout.engines.wire import EngineLoad
 from rollout.manager import Repacker, metrics_of, repack_limits
 from rollout.occupants import GuestLimits, Occupant
@@ -101,6 +104,41 @@ async def test_a_replica_that_does_not_drain_is_neither_emptied_nor_filled():
     manager, calls = repacker([])
     assert await manager.consolidate([entry("a", 100), entry("b", 600, draining=False)]) == ()
     assert calls == []
+
+
+async def test_a_slow_source_holds_no_other_plan_up_and_is_in_none_until_its_move_has_ended():
+    slow, calls = asyncio.Event(), []
+
+    async def release(source, destination, version):
+        calls.append((source, destination))
+        if source == "http://a":
+            await slow.wait()
+        return {"moved": 1, "stayed": 0, "guests": 0}
+
+    manager = Repacker(RepackConfig(), RepackLimits(0.8, 0.95, 0, 64), release)
+    entries = [entry("a", 100), entry("c", 700)]
+    first = asyncio.create_task(manager.consolidate(entries))
+    while not calls:
+        await asyncio.sleep(0)
+    more = [*entries, entry("d", 120), entry("e", 710)]
+    assert await manager.consolidate(more) == (Move("d", "e"),)
+    assert manager.plan(entries) == ()
+    slow.set()
+    assert await first == (Move("a", "c"),)
+    assert manager.plan(entries) == (Move("a", "c"),)
+
+
+def header(number, state=GroupState.IN_FLIGHT):
+    return GroupHeader(f"g{number}", number, state, 0, 0, 2)
+
+
+@pytest.mark.parametrize(("ratio", "tail"), [(1.0, ()), (1.25, ("g0",)), (1.5, ("g0", "g2")), (4.0, ("g0", "g2", "g3"))])
+def test_what_a_batch_of_four_overtakes_is_recycled_oldest_first_up_to_the_surplus(ratio, tail):
+    """Batch g1, g4, g5, g7; g6 is ready, g8 was admitted later."""
+    chosen = ("g1", "g4", "g5", "g7")
+    ready = {1, 4, 5, 6, 7}
+    headers = [header(i, GroupState.READY if i in ready else GroupState.IN_FLIGHT) for i in (8, 3, 0, 1, 2, 4, 5, 6, 7)]
+    assert tail_of_batch(headers, chosen, ratio=ratio, prompts_per_step=4) == tail
 
 
 async def test_a_source_that_does_not_answer_costs_nothing_but_a_line_in_the_log():

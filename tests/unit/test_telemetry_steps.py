@@ -1,6 +1,7 @@
 """One point a step in `metrics.jsonl`, also when steps are replayed, told again after an outage, or told late."""
 
 from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.telemetry.follower import Follower
 from laminar.telemetry.observer import Observer
 from laminar.telemetry.stream import Event
 from laminar.telemetry.view import RunView
@@ -46,10 +47,11 @@ async def test_a_replayed_step_counts_as_progress_and_not_as_throughput(tmp_path
     path = tmp_path / "metrics.jsonl"
     await observed(path, step_event(1), step_event(2))
     view = RunView(max_steps=10)
-    observer = Observer(Reader(step_event(2, time=50.0)), MetricsFile(path), view, lambda event: None)
-    before = observer.last_progress
-    await observer.drain()
-    assert observer.last_progress > before
+    last_step = MetricsFile(path).last_step
+    follower = Follower(Reader(step_event(2, time=50.0)), view, last_step, lambda event: None)
+    before = follower.last_progress
+    await follower.drain()
+    assert follower.last_progress > before
     assert view.trained_tokens == 0
 
 

@@ -34,7 +34,7 @@ def request(rid, ids=PROMPT, *, new=6, seed=0, temperature=1.0, **more):
 
 def run(engine, limit=2000):
     for _ in range(limit):
-        if not engine.has_work:
+        if not engine.book.has_work:
             return
         engine.step()
     raise AssertionError("the engine does not end")
@@ -143,7 +143,7 @@ def test_a_new_weight_version_shares_nothing_with_the_old_one(tiny, tmp_path):
     run(live)
     for number in range(1, 11):
         folder = write_tiny_model(tmp_path / f"w{number}", scale=1.05**number)
-        live.update_weights(folder, f"0.{number}", flush_cache=False)
+        live.book.update_weights(folder, f"0.{number}", flush_cache=False)
         output = live.add(request(f"new{number}", prompt, new=8, temperature=0.0))
         run(live)
         fresh = TorchEngine(folder, f"0.{number}")
@@ -159,7 +159,7 @@ def test_admission_is_first_in_first_out_within_the_limits(tiny):
     engine = TorchEngine(tiny, "0.0", EngineOptions(max_running=8, max_cached_tokens=64))
     outputs = {name: engine.add(request(name, new=new)) for name, new in (("a", 20), ("b", 40), ("c", 4))}
     started = []
-    while engine.has_work:
+    while engine.book.has_work:
         engine.step()
         load = engine.load()
         assert load.used_tokens <= 64

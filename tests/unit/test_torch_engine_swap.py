@@ -32,7 +32,7 @@ def request(rid, *, new=20, seed=0):
 
 def run(engine, steps=10_000):
     for _ in range(steps):
-        if not engine.has_work:
+        if not engine.book.has_work:
             return
         engine.step()
 
@@ -49,9 +49,9 @@ def test_retracted_requests_go_on_under_the_new_weights_as_if_recomputed(version
     output = engine.add(request("a", new=20))
     run(engine, 7)
     before = len(output.ids)
-    engine.pause("retract")
-    engine.update_weights(versions[3], "0.3", flush_cache=True)
-    engine.resume()
+    engine.book.pause("retract")
+    engine.book.update_weights(versions[3], "0.3", flush_cache=True)
+    engine.book.resume()
     run(engine)
     ids = [*PROMPT, 3, *output.ids]
     expected = reference_logprobs(versions[0], ids, 9)[:before] + reference_logprobs(versions[3], ids, 9)[before:]
@@ -66,9 +66,9 @@ def test_a_retract_pause_without_an_update_changes_nothing(versions):
     outputs = [paused.add(request(f"r{i}", seed=i)) for i in range(5)]
     run(plain)
     run(paused, 5)
-    paused.pause("retract")
+    paused.book.pause("retract")
     paused.step()
-    paused.resume()
+    paused.book.resume()
     run(paused)
     assert [output.ids for output in outputs] == [output.ids for output in expected]
     for output, other in zip(outputs, expected, strict=True):
@@ -80,9 +80,9 @@ def test_in_place_keeps_the_cache_that_the_old_weights_made(versions):
     output = engine.add(request("a"))
     run(engine, 7)
     before = len(output.ids)
-    engine.pause("in_place")
-    engine.update_weights(versions[3], "0.3", flush_cache=False)
-    engine.resume()
+    engine.book.pause("in_place")
+    engine.book.update_weights(versions[3], "0.3", flush_cache=False)
+    engine.book.resume()
     run(engine)
     ids = [*PROMPT, 3, *output.ids]
     recomputed = reference_logprobs(versions[3], ids, 9)[before:]
@@ -97,10 +97,10 @@ def test_five_updates_in_a_row_abort_none_of_sixteen_long_requests(versions, mod
     outputs = [engine.add(request(f"r{i}", new=200, seed=i)) for i in range(16)]
     for number in range(1, 6):
         run(engine, 20)
-        engine.pause(mode)
-        engine.update_weights(versions[number], f"0.{number}", flush_cache=flush)
+        engine.book.pause(mode)
+        engine.book.update_weights(versions[number], f"0.{number}", flush_cache=flush)
         engine.add(request(f"during{number}", new=3, seed=number))
-        engine.resume()
+        engine.book.resume()
     run(engine)
     assert all(output.finish_reason == {"type": "length", "length": 200} for output in outputs)
     for output in outputs:
@@ -115,7 +115,7 @@ def test_pause_in_abort_mode_ends_running_and_waiting_ones_with_what_they_have(v
     engine = TorchEngine(versions[0], "0.0", EngineOptions(max_running=2))
     outputs = [engine.add(request(f"r{i}", seed=i)) for i in range(4)]
     run(engine, 3)
-    engine.pause("abort")
+    engine.book.pause("abort")
     report = engine.step()
     assert sorted(report.outputs) == ["r0", "r1", "r2", "r3"]
     assert [output.finish_reason["type"] for output in outputs] == ["abort"] * 4
@@ -129,8 +129,8 @@ def test_abort_returns_the_partial_and_leaves_the_others_alone(versions):
     outputs = [engine.add(request(f"r{i}", seed=i)) for i in range(4)]
     run(plain)
     run(engine, 5)
-    assert engine.abort("r1") == 1
-    assert engine.abort("nobody") == 0
+    assert engine.book.abort("r1") == 1
+    assert engine.book.abort("nobody") == 0
     run(engine)
     assert outputs[1].ids == expected[1].ids[:6]
     for i in (0, 2, 3):
@@ -143,24 +143,24 @@ def test_an_update_while_requests_run_is_refused_and_changes_nothing(versions):
     output = engine.add(request("a"))
     engine.step()
     with pytest.raises(ConfigError, match="pause generation"):
-        engine.update_weights(versions[1], "0.1", flush_cache=True)
+        engine.book.update_weights(versions[1], "0.1", flush_cache=True)
     run(engine)
     assert [span.version for span in output.spans] == ["0.0"]
 
 
 def test_an_idle_engine_takes_an_update_without_a_pause(versions):
     engine = TorchEngine(versions[0], "0.0")
-    engine.update_weights(versions[1], "0.1", flush_cache=True)
-    assert engine.version == "0.1"
+    engine.book.update_weights(versions[1], "0.1", flush_cache=True)
+    assert engine.book.version == "0.1"
 
 
 def test_flushing_under_kept_requests_is_refused(versions):
     engine = TorchEngine(versions[0], "0.0")
     engine.add(request("a"))
     engine.step()
-    engine.pause("in_place")
+    engine.book.pause("in_place")
     with pytest.raises(ConfigError, match="retract"):
-        engine.update_weights(versions[1], "0.1", flush_cache=True)
+        engine.book.update_weights(versions[1], "0.1", flush_cache=True)
 
 
 def broken_copy(source, folder, change):
@@ -183,12 +183,12 @@ def broken_copy(source, folder, change):
 def test_a_payload_that_does_not_fit_leaves_the_weights_unknown_until_a_full_one_comes(versions, tmp_path, change, message):
     engine = TorchEngine(versions[0], "0.0")
     with pytest.raises(EngineError, match=message):
-        engine.update_weights(broken_copy(versions[1], tmp_path / "broken", change), "0.1", flush_cache=True)
+        engine.book.update_weights(broken_copy(versions[1], tmp_path / "broken", change), "0.1", flush_cache=True)
     with pytest.raises(EngineError, match="unknown"):
         engine.add(request("a"))
     with pytest.raises(EngineError, match="unknown"):
-        engine.resume()
-    engine.update_weights(versions[2], "0.2", flush_cache=True)
+        engine.book.resume()
+    engine.book.update_weights(versions[2], "0.2", flush_cache=True)
     output = engine.add(request("a"))
     run(engine)
     assert [span.version for span in output.spans] == ["0.2"]
@@ -205,12 +205,12 @@ def test_a_truncated_file_is_refused_before_it_is_read(versions, tmp_path):
 def test_weights_that_give_no_finite_logits_end_all_requests_with_the_reason(versions, tmp_path):
     bad = broken_copy(versions[1], tmp_path / "bad", lambda t: t["model.norm.weight"].fill_(float("nan")))
     engine = TorchEngine(versions[0], "0.0")
-    engine.update_weights(bad, "0.1", flush_cache=True)
+    engine.book.update_weights(bad, "0.1", flush_cache=True)
     output = engine.add(request("a"))
     report = engine.step()
     assert report.outputs["a"] is output
     assert "not finite" in output.error
-    engine.update_weights(versions[2], "0.2", flush_cache=True)
+    engine.book.update_weights(versions[2], "0.2", flush_cache=True)
     again = engine.add(request("b"))
     run(engine)
     assert again.finish_reason["type"] == "length"
@@ -233,7 +233,7 @@ def test_a_tied_head_follows_the_embedding_whatever_the_payload_names(versions, 
             tensors[HEAD] = tensors[EMBEDDING].clone()
 
     folder = broken_copy(versions[0], tmp_path / "new", change)
-    engine.update_weights(folder, "0.1", flush_cache=True)
+    engine.book.update_weights(folder, "0.1", flush_cache=True)
     head, embedding = head_and_embedding(engine)
     assert head is embedding
     output = engine.add(request("a"))
@@ -268,7 +268,7 @@ def test_the_numbers_of_the_tied_head_case(tmp_path):
         if engine is None:
             engine = TorchEngine(folder, "0.0")
         else:
-            engine.update_weights(folder, "0.1", flush_cache=True)
+            engine.book.update_weights(folder, "0.1", flush_cache=True)
         logprobs = engine.model.logits(torch.tensor([[0.8, -0.4]])).log_softmax(-1)[0].tolist()
         expected = ([-0.900430, -0.600430, -3.100430], [-0.788288, -0.748288, -2.628288])[version]
         assert logprobs == pytest.approx(expected, abs=1e-5)
@@ -280,8 +280,9 @@ def test_an_untied_model_needs_its_head_sent(tmp_path):
     engine = TorchEngine(folder, "0.0")
     head, embedding = head_and_embedding(engine)
     assert head.data_ptr() != embedding.data_ptr()
+    headless = broken_copy(folder, tmp_path / "headless", lambda t: t.pop(HEAD))
     with pytest.raises(EngineError, match=r"missing .*lm_head\.weight"):
-        engine.update_weights(broken_copy(folder, tmp_path / "headless", lambda t: t.pop(HEAD)), "0.1", flush_cache=True)
+        engine.book.update_weights(headless, "0.1", flush_cache=True)
 
 
 def can_lock_exclusively(path):
@@ -300,7 +301,7 @@ def test_the_served_file_is_locked_until_the_next_swap(tmp_path):
     engine = TorchEngine(folders[0], "0.0")
     files = [folder / "model.safetensors" for folder in folders]
     assert not can_lock_exclusively(files[0])
-    engine.update_weights(folders[1], "0.1", flush_cache=True)
+    engine.book.update_weights(folders[1], "0.1", flush_cache=True)
     assert can_lock_exclusively(files[0])
     assert not can_lock_exclusively(files[1])
     engine.close()
@@ -311,7 +312,7 @@ def test_a_failed_swap_keeps_no_lock_on_the_broken_file(versions, tmp_path):
     engine = TorchEngine(versions[0], "0.0")
     folder = broken_copy(versions[1], tmp_path / "broken", lambda t: t.pop("model.norm.weight"))
     with pytest.raises(EngineError):
-        engine.update_weights(folder, "0.1", flush_cache=True)
+        engine.book.update_weights(folder, "0.1", flush_cache=True)
     assert can_lock_exclusively(folder / "model.safetensors")
 
 
@@ -335,7 +336,7 @@ def mapped_ranges(path):
 def test_parameters_lie_in_the_mapped_file(versions):
     engine = TorchEngine(versions[0], "0.0")
     for folder in (versions[0], versions[2]):
-        engine.update_weights(folder, "0.9", flush_cache=True)
+        engine.book.update_weights(folder, "0.9", flush_cache=True)
         ranges = mapped_ranges((folder / "model.safetensors").resolve())
         for tensor in engine.model.parameters().values():
             last = tensor.data_ptr() + tensor.numel() * tensor.element_size()
@@ -345,5 +346,5 @@ def test_parameters_lie_in_the_mapped_file(versions):
 def test_a_swap_drops_the_mapping_of_the_file_before(versions):
     engine = TorchEngine(versions[0], "0.0")
     for first, second in itertools.pairwise(versions):
-        engine.update_weights(second, "0.1", flush_cache=True)
+        engine.book.update_weights(second, "0.1", flush_cache=True)
         assert not mapped_ranges((first / "model.safetensors").resolve())

@@ -14,8 +14,10 @@ ALGORITHM_OPTIONS = {
     "cispo": "trainer.algorithms.presets:CispoOptions",
     "decoupled_ppo": "trainer.algorithms.presets:DecoupledPpoOptions",
     "aipo": "trainer.algorithms.presets:AipoOptions",
+    "remax": "trainer.algorithms.presets:RemaxOptions",
+    "safe_rlhf": "trainer.algorithms.presets:SafeRlhfOptions",
 }
 """Torch-free options model by `trainer.algorithm.kind`, for `laminar check`."""
 
-ALGORITHMS = dict.fromkeys(ALGORITHM_OPTIONS, _GENERAL)
-"""Algorithm by kind: presets of one."""
+ALGORITHMS = dict.fromkeys(ALGORITHM_OPTIONS, _GENERAL) | {"safe_rlhf": "trainer.algorithms.safe_rlhf:SafeRlhf"}
+"""Algorithm by kind: presets of one, and one that learns a number beside the policy."""

@@ -56,6 +56,33 @@ def group_advantages(
     return advantages, good
 
 
+def greedy_advantages(
+    rewards: Sequence[float | None], group_ids: Sequence[str], is_greedy: Sequence[bool]
+) -> tuple[Float64Array, BoolArray]:
+    """Reward less that of the group's greedy answer (ReMax, arXiv 2310.10505, algorithm 1).
+
+    Args:
+        rewards: (N,) one a trajectory, in any order; None if it failed.
+        group_ids: (N,) the group of each.
+        is_greedy: (N,) true where a trajectory is its group's greedy answer.
+
+    Returns:
+        (N,) float64 advantages, 0 in a group whose greedy answer failed, and (N,) bool, true for those to train: neither
+        failed nor greedy.
+    """
+    baselines = {
+        group: reward
+        for reward, group, greedy in zip(rewards, group_ids, is_greedy, strict=True)
+        if greedy and reward is not None
+    }
+    good = np.array([r is not None and not greedy for r, greedy in zip(rewards, is_greedy, strict=True)], np.bool_)
+    relative = [
+        reward - baselines[group] if reward is not None and group in baselines else 0.0
+        for reward, group in zip(rewards, group_ids, strict=True)
+    ]
+    return np.where(good, np.array(relative, np.float64), 0.0), good
+
+
 def is_informative(rewards: Sequence[float | None], variance_tolerance: float = 1e-6) -> bool:
     """Whether a group's rewards differ by more than the tolerance, failed members left out."""
     values = [reward for reward in rewards if reward is not None]

@@ -3,9 +3,9 @@
 Shapes: B rows, T tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -75,6 +75,17 @@ class Algorithm(Protocol):
     aggregation: Aggregation = "token_mean"
     fixed_tokens: int | None = None
     whiten: bool = False
+
+    def observe(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+        """Rank 0 shows a batch once, before it asks for advantages: here an algorithm may learn from it; answers metrics."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What `observe` has learnt, as JSON values; part of every checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` said; empty: from the beginning."""
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
         """Whether a complete group is worth training; asked before the batch is taken."""

@@ -8,7 +8,7 @@ from laminar.config.section import Section
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_denominator"]
 Standardization = Literal["population", "sample", "none"]
-Baseline = Literal["group_mean", "leave_one_out", "critic", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "greedy", "critic", "none"]
 RatioTo = Literal["rollout", "proximal"]
 Level = Literal["token", "sequence"]
 Surrogate = Literal["clipped", "weighted_logprob"]
@@ -23,7 +23,8 @@ class PolicyGradientOptions(Section):
     """`[trainer.algorithm.options]` of every policy-gradient algorithm; `presets.py` has the values of known ones."""
 
     baseline: Baseline = "group_mean"
-    """What a reward is compared with: the mean of its group, the mean of the *other* members, a critic, or nothing."""
+    """What a reward is compared with: the mean of its group, the mean of the *other* members, a greedy answer that each
+    group then plays besides (and does not train), a critic, or nothing."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of one trained token; read with a critic."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
@@ -86,7 +87,7 @@ class PolicyGradientOptions(Section):
             raise ValueError(
                 f'dual_clip = {self.dual_clip} with surrogate = "{self.surrogate}", which is bounded already: remove it'
             )
-        if self.baseline in ("none", "critic") and self.std != "none":
+        if self.baseline in ("none", "critic", "greedy") and self.std != "none":
             raise ValueError(
                 f'std = "{self.std}" with baseline = "{self.baseline}": a group\'s spread says nothing about a reward that '
                 'is not centred in its group; set std = "none"'

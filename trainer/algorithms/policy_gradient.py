@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from laminar.errors import InvariantError
-from laminar.types import Trajectory
+from laminar.types import Purpose, Trajectory
 from trainer.algorithms.advantages import (
     Float64Array,
     gae,
+    greedy_advantages,
     group_advantages,
     is_informative,
     overlong_penalty,
@@ -53,8 +54,10 @@ class PolicyGradient(Algorithm):
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
         """Whether a complete group is worth training; asked before the batch is taken."""
-        rewards = [trajectory.reward for trajectory in group]
-        return not self.options.filter_zero_variance or is_informative(rewards, self.options.variance_tolerance)
+        options = self.options
+        if options.baseline == "greedy" and not any(is_greedy(t) and t.reward is not None for t in group):
+            return False  # with nothing to compare with it teaches nothing
+        return not options.filter_zero_variance or is_informative([t.reward for t in group], options.variance_tolerance)
 
     def trains(self, trajectory: Trajectory) -> bool:
         """Whether a trajectory without failure enters the loss, above and below the line."""
@@ -63,14 +66,19 @@ class PolicyGradient(Algorithm):
     def advantages(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Advantage by trajectory id; failed trajectories are absent."""
         trajectories = [trajectory for group in groups for trajectory in group]
-        values, good = group_advantages(
-            [self._shaped_reward(trajectory) for trajectory in trajectories],
-            [trajectory.group_id for trajectory in trajectories],
-            baseline=self.options.baseline,
-            std=self.options.std,
-            std_epsilon=self.options.std_epsilon,
-            variance_tolerance=self.options.variance_tolerance,
-        )
+        rewards = [self.shaped_reward(trajectory) for trajectory in trajectories]
+        group_ids = [trajectory.group_id for trajectory in trajectories]
+        if self.options.baseline == "greedy":
+            values, good = greedy_advantages(rewards, group_ids, [is_greedy(trajectory) for trajectory in trajectories])
+        else:
+            values, good = group_advantages(
+                rewards,
+                group_ids,
+                baseline=self.options.baseline,
+                std=self.options.std,
+                std_epsilon=self.options.std_epsilon,
+                variance_tolerance=self.options.variance_tolerance,
+            )
         return {t.trajectory_id: float(value) for t, value, ok in zip(trajectories, values, good, strict=True) if ok}
 
     def token_advantages(self, advantage: float, scores: RowScores) -> Float64Array:
@@ -138,7 +146,8 @@ class PolicyGradient(Algorithm):
             penalty = term if penalty is None else penalty + term
         return penalty, kl
 
-    def _shaped_reward(self, trajectory: Trajectory) -> float | None:
+    def shaped_reward(self, trajectory: Trajectory) -> float | None:
+        """The reward that advantages are made of; None if the trajectory failed."""
         options = self.options
         if trajectory.reward is None:
             return None
@@ -148,6 +157,11 @@ class PolicyGradient(Algorithm):
             options.overlong_buffer_tokens,
             options.overlong_penalty,
         )
+
+
+def is_greedy(trajectory: Trajectory) -> bool:
+    """Whether it was played to be compared with, not to be trained."""
+    return trajectory.purpose is Purpose.GREEDY_BASELINE
 
 
 def _given(values: Values | None) -> Values:

@@ -5,6 +5,8 @@ the reward of member i of a group of G, A_i its advantage, e = `clip_low`, E = `
 tokens. Each objective below is maximised; the loss is its negative.
 """
 
+from pydantic import Field
+
 from trainer.algorithms.options import (
     Aggregation,
     Baseline,
@@ -63,6 +65,43 @@ class RlooOptions(PolicyGradientOptions):
     std: Standardization = "none"
     aggregation: Aggregation = "sequence_sum"
     clip_high: NonNegative = 0.2
+
+
+class RemaxOptions(PolicyGradientOptions):
+    """ReMax (arXiv 2310.10505, algorithm 1): the baseline is the reward of the policy's own greedy answer.
+
+    A_i = R_i - R(greedy);  J = 1/G sum_i A_i sum_t r_t, clipped. At r = 1 the gradient is REINFORCE's. Each group plays one
+    greedy answer besides its `group_size` attempts, by the same weights; it is not trained. Works with `group_size = 1`.
+    """
+
+    baseline: Baseline = "greedy"
+    std: Standardization = "none"
+    aggregation: Aggregation = "sequence_sum"
+    clip_high: NonNegative = 0.2
+
+
+class SafeRlhfOptions(PolicyGradientOptions):
+    """Safe RLHF (arXiv 2310.12773, equations 9, 30 and 31): as much reward as a bound on the mean cost allows.
+
+    max_p min_{l >= 0} E[R] - l (E[C] - d): an answer counts as (R - l C) / (1 + l), and before each batch is trained
+    ln l <- ln l + rate l (mean C - d). The cost C is one of the run's own reward terms, of weight 0, such as a cost model
+    behind a judge. Members are compared with their group's mean instead of the paper's two critics; as that is linear, the
+    advantage is (A_R - l A_C) / (1 + l) as in the paper. `baseline = "critic"` has one critic, of the mixture.
+    """
+
+    std: Standardization = "none"
+    whiten: bool = True
+    clip_high: NonNegative = 0.2
+    cost: str = Field("cost", min_length=1)
+    """Name of the reward term that is the cost; its `weight` in `[[rewards]]` is 0."""
+    cost_limit: float = 0.0
+    """Mean cost that is allowed, d."""
+    multiplier: float = Field(1.0, gt=0)
+    """What the Lagrange multiplier l begins as."""
+    multiplier_learning_rate: NonNegative = 0.1
+    """Rate of its updates; 0 keeps it."""
+    max_multiplier: float = Field(100.0, gt=0)
+    """It grows no further."""
 
 
 class ReinforcePlusPlusOptions(PolicyGradientOptions):

@@ -1,4 +1,4 @@
--- Put before every script. KEYS[1]: the run's key prefix. ARGV: request id, the arguments (a msgpack map), perhaps a payload.
+-- Put before every script. KEYS[1]: the run's key prefix. ARGV: request id, the arguments (msgpack), perhaps a payload.
 -- A header is one outstanding group; README.md lists its fields and draws its states. Counters count trajectories.
 
 local call, pack, unpack_value = redis.call, cmsgpack.pack, cmsgpack.unpack
@@ -114,16 +114,15 @@ local function reserve(header, bytes)
   header.reserved = bytes
 end
 
--- Deletes what a group's members stored; answers the bytes. `each` sees every record.
+-- Deletes what a group's members stored; answers the bytes. `each` sees every good member's sampled tokens.
 local function drop_payloads(id, each)
   local key, bytes = prefix .. 'members:' .. id, 0
   for _, packed in ipairs(call('HVALS', key)) do
-    local record = unpack_value(packed)
-    bytes = bytes + record.bytes
-    if each then each(record) end
-    if record.payload then call('UNLINK', prefix .. record.payload) end
+    local _, _, size, tokens, good = unpack(unpack_value(packed))
+    bytes = bytes + size
+    if each and good then each(tokens) end
   end
-  call('UNLINK', key)
+  call('UNLINK', key, prefix .. 'payloads:' .. id)
   return bytes
 end
 
@@ -174,10 +173,6 @@ local function count_dropped(tokens)
   count('dropped_length:' .. bucket, 1)
 end
 
-local function count_dropped_payload(record)
-  if record.payload then count_dropped(record.tokens or 0) end
-end
-
 -- What was still played counts with the tokens that it had put by; without any it has no length.
 local function count_dropped_running(header)
   local unfinished = header.size - header.done
@@ -204,7 +199,7 @@ local function leave(header, bucket, detail)
   reserve(header, 0)
   local is_dropped = bucket == 'evicted' and not IS_NOT_AGE[detail]
   if is_dropped then count_dropped_running(header) end
-  drop_payloads(header.id, is_dropped and count_dropped_payload or nil)
+  drop_payloads(header.id, is_dropped and count_dropped or nil)
   call('UNLINK', prefix .. 'partials:' .. header.id)
   forget(header)
   event(bucket, header.id, detail or '')

@@ -24,10 +24,12 @@ from relay.store import WEIGHTS_NAME, VersionStore
 from relay.transports.base import Transport
 from relay.transports.collective import CollectiveTransport
 from relay.transports.memory import MemoryNetwork
+from relay.transports.mooncake import MooncakeTransport
 from relay.transports.shaped import ShapedTransport
 from relay.transports.zmq_tcp import ZmqTransport
 
-TRANSPORT_KINDS = ("memory", "zmq", "collective")
+MOONCAKE = pytest.param("mooncake", marks=pytest.mark.slow)
+TRANSPORT_KINDS = ("memory", "zmq", "collective", MOONCAKE)
 """Every transport that ships; a new one is added here, to `transport_maker` and to `chain`."""
 
 CHUNK_BYTES = 4096
@@ -193,7 +195,9 @@ def transport_maker(kind: str) -> Callable[[str], Transport]:
     """Makes transports of one kind, by the machine's name."""
     if kind == "memory":
         return MemoryNetwork().transport
-    transport = {"zmq": ZmqTransport, "collective": CollectiveTransport}[kind]
+    if kind == "mooncake":
+        pytest.importorskip("mooncake.engine", reason="needs the extra `mooncake` and libibverbs1", exc_type=ImportError)
+    transport = {"zmq": ZmqTransport, "collective": CollectiveTransport, "mooncake": MooncakeTransport}[kind]
     return lambda name: transport("127.0.0.1")
 
 
@@ -203,7 +207,7 @@ def make_transport(request: pytest.FixtureRequest) -> Callable[[str], Transport]
     return transport_maker(request.param)
 
 
-@pytest.fixture(params=["memory", "zmq", pytest.param("collective", marks=pytest.mark.slow)])
+@pytest.fixture(params=["memory", "zmq", pytest.param("collective", marks=pytest.mark.slow), MOONCAKE])
 async def chain(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Chain]:
     """No machine yet."""
     make_transport = transport_maker(request.param)

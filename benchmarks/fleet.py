@@ -1,0 +1,127 @@
+"""Does a replica work as well among 32 as among 4? `python -m benchmarks.fleet [--quick]`.
+
+4, 8, 16 and 32 emulated replicas (`--quick`: 4 and 32) with the paper's 32B TP4 latencies and 32B lengths; real workers,
+manager, relay, trainer loop and Redis; update mode `trajectory` with repack. The trainer is the same in every arm and
+slower than the smallest fleet: a step of `STEP_SECONDS` on `PROMPTS_PER_STEP` groups, so that all fleets drain equally
+often; an arm covers whole steps. Time runs `TIME_FACTOR` times faster than in the real engines, so 32 replicas load this
+machine like `32 * TIME_FACTOR` real ones.
+
+Value: generated tokens/s of each replica at the largest fleet over the smallest; bar: 0.9. CPU milliseconds of worker,
+trainer loop, relay and manager for each second of the engines' time and each replica are told, as metered by role on the
+event loop (`emulated_fleet.cpu_by_role`).
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulated_fleet import cpu_by_role, running_fleet
+from laminar.config.root import LaminarConfig
+from rollout.tiny import make_model
+
+TIME_FACTOR, TOKEN_SCALE, STREAM_TOKENS = 4.0, 32, 16
+GROUP_SIZE, GROUPS_EACH = 4, 8
+STEP_SECONDS, PROMPTS_PER_STEP = 40.0, 16
+BAR = 0.9
+
+
+def settings(model: Path, num_replicas: int) -> LaminarConfig:
+    """The run; lengths in emulated tokens, times in seconds of this machine."""
+    return LaminarConfig.model_validate(
+        {
+            "run": {"max_steps": 10_000, "seed": 7},
+            "model": {"path": str(model)},
+            "data": {"path": "-", "max_prompt_tokens": 16},
+            "rewards": [{"kind": "benchmarks.emulated_fleet:one"}],
+            "rollout": {
+                "num_workers": num_replicas,
+                "group_size": GROUP_SIZE,
+                "max_new_tokens": 20_000 // TOKEN_SCALE,
+                "max_in_flight_groups": GROUPS_EACH,
+                "weight_update": "trajectory",
+                "max_hold_seconds": 1000,
+                "engine": {"kind": "emulated", "max_running": 256, "max_cached_tokens": 110_000 // TOKEN_SCALE},
+                "repack": {"interval_seconds": 5.0 / TIME_FACTOR, "headroom_tokens": 512 // TOKEN_SCALE},
+            },
+            "trainer": {
+                "kind": "emulated",
+                "prompts_per_step": PROMPTS_PER_STEP,
+                "emulated": {"step_seconds": [STEP_SECONDS / TIME_FACTOR]},
+            },
+            "staleness": {"max_staleness": "unbounded"},
+            "checkpoint": {"every_steps": 10_000},
+        }
+    )
+
+
+async def measure_arm(model: Path, folder: Path, num_replicas: int, warm_seconds: float, seconds: float) -> dict[str, Any]:
+    """One fleet: start, let the first answers pass, measure."""
+    flags: dict[str, object] = {
+        "latency": "32B_TP4", "lengths": "32B_math", "time-factor": TIME_FACTOR,
+        "token-scale": TOKEN_SCALE, "step-tokens": 64, "stream-interval": STREAM_TOKENS,
+    }  # fmt: skip
+    run_id = f"bench-{uuid.uuid4().hex[:8]}"
+    with cpu_by_role() as spent:
+        async with running_fleet(settings(model, num_replicas), folder / run_id, run_id, flags) as fleet:
+            assert fleet.host is not None
+            await asyncio.sleep(warm_seconds)
+            before, spent_before, started = await fleet.host.ask(ask=True), dict(spent), time.monotonic()
+            await asyncio.sleep(seconds)
+            after, wall = await fleet.host.ask(ask=True), time.monotonic() - started
+            cpu = {role: spent[role] - spent_before.get(role, 0.0) for role in sorted(spent)}
+    engine_seconds = wall * TIME_FACTOR
+    tokens = (after["generated_tokens"] - before["generated_tokens"]) * TOKEN_SCALE
+    return {
+        "replicas": num_replicas,
+        "tokens_per_second_each": tokens / engine_seconds / num_replicas,
+        "cpu_milliseconds_per_engine_second_and_replica": {
+            role: round(seconds / engine_seconds / num_replicas * 1000, 3) for role, seconds in cpu.items()
+        },
+        "loop_busy_share": sum(cpu.values()) / wall,
+        "engines_cpu_share": (after["cpu_seconds"] - before["cpu_seconds"]) / wall,
+        "engines_lag_seconds": after["lag_seconds"] - before["lag_seconds"],
+    }
+
+
+def compare(arms: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last line."""
+    sizes = sorted({arm["replicas"] for arm in arms})
+    each = {
+        size: statistics.median(arm["tokens_per_second_each"] for arm in arms if arm["replicas"] == size) for size in sizes
+    }
+    ratio = each[sizes[-1]] / each[sizes[0]]
+    unit = f"generated tokens/s of each replica, {sizes[-1]} over {sizes[0]} replicas"
+    return {
+        "name": "fleet", "value": round(ratio, 3), "unit": unit, "bar": BAR, "holds": ratio >= BAR,
+        "tokens_per_second_each": each, "time_factor": TIME_FACTOR, "token_scale": TOKEN_SCALE,
+        "stream_tokens": STREAM_TOKENS, "cores": os.cpu_count(), "load": os.getloadavg()[0], "arms": arms,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Does a replica work as well among 32 as among 4?")
+    parser.add_argument("--quick", action="store_true", help="4 and 32 replicas, within 55 s")
+    quick = parser.parse_args().quick
+    order, warm, num_steps = ((4, 32), 3.0, 2) if quick else ((4, 8, 16, 32, 32, 16, 8, 4), 10.0, 4)
+    arms = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        model.mkdir()
+        make_model(model)
+        for num_replicas in order:
+            arm = asyncio.run(measure_arm(model, Path(folder), num_replicas, warm, num_steps * STEP_SECONDS / TIME_FACTOR))
+            print(arm, flush=True)
+            arms.append(arm)
+    print(json.dumps(compare(arms)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What `benchmarks.trl` makes of what it saw: one line for each training, and the comparison. Pure."""
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TARGET, WINDOW = 0.6, 64
+"""The mean reward that is to be reached, over so many of the last judged sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What both train."""
+
+    name: str
+    model: str
+    rows: str
+    max_new_tokens: int
+    learning_rate: float
+    stop_token_ids: tuple[int, ...]
+    prompts_per_step: int = 4
+    group_size: int = 8
+    has_tails: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One training, from outside.
+
+    Attributes:
+        side: whose.
+        begun: Unix seconds when its process was started.
+        start: when training began.
+        steps: number and end of each step.
+        mean_age: staleness of what was trained, in versions.
+        max_age: the greatest.
+    """
+
+    side: str
+    begun: float
+    start: float
+    steps: Sequence[tuple[int, float]]
+    mean_age: float
+    max_age: float
+
+
+def report(task: Task, seed: int, seen: Seen, notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One line of the comparison.
+
+    Args:
+        task: that was trained.
+        seed: of the training.
+        seen: how it went.
+        notes: what the reward noted: `at` (Unix seconds), `score`, and whether the prompt was a `long` one.
+    """
+    end = seen.steps[-1][1]
+    notes = [note for note in notes if note["at"] <= end]
+    seconds, samples = reached([note for note in notes if not note["long"]], TARGET, WINDOW)
+    trained = len(seen.steps) * task.prompts_per_step * task.group_size
+    return {
+        "side": seen.side,
+        "task": task.name,
+        "seed": seed,
+        "start_up_seconds": round(seen.start - seen.begun, 1),
+        "seconds": round(end - seen.start, 1),
+        "steps": len(seen.steps),
+        "trained_per_second": round(trained / (end - seen.start), 3),
+        "seconds_to_reward": None if seconds is None else round(seconds - seen.start, 1),
+        "samples_to_reward": samples,
+        "reward_first": round(statistics.fmean(note["score"] for note in notes[:WINDOW]), 3),
+        "reward_last": round(statistics.fmean(note["score"] for note in notes[-WINDOW:]), 3),
+        "untrained_share": round(max(0.0, 1 - trained / len(notes)), 3),
+        "staleness_mean": round(seen.mean_age, 2),
+        "staleness_max": seen.max_age,
+    }
+
+
+def merge_ages(ages: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Mean and maximum of (mean, maximum) of steps of one size."""
+    return statistics.fmean(mean for mean, _ in ages), max(most for _, most in ages)
+
+
+def reached(notes: Sequence[dict[str, Any]], target: float, window: int) -> tuple[float | None, int | None]:
+    """When, and after how many notes, the mean score of the last `window` first was at least `target`; None if never."""
+    for end in range(window, len(notes) + 1):
+        if statistics.fmean(note["score"] for note in notes[end - window : end]) >= target:
+            return notes[end - 1]["at"], end
+    return None, None
+
+
+def compare(arms: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last line: ratios of medians by task and side, and whether ours is ahead of each with tails, in both respects."""
+    ratios: dict[str, dict[str, Any]] = {}
+    for task in dict.fromkeys(arm["task"] for arm in arms):
+        found = [arm for arm in arms if arm["task"] == task]
+        sides = list(dict.fromkeys(arm["side"] for arm in found))
+        speed, delay = (
+            {side: _median(found, side, name) for side in sides} for name in ("trained_per_second", "seconds_to_reward")
+        )
+        for side in sides:
+            if side != "ours" and "ours" in sides:
+                ratios[f"{task}/{side}"] = {
+                    "trained_per_second": round(speed["ours"] / speed[side], 3),
+                    "reached_first": first_of("ours", delay["ours"], side, delay[side]),
+                }
+    tails = [ratio for name, ratio in ratios.items() if name.startswith("smollm2_tails/")]
+    return {
+        "name": "trl", "value": min((ratio["trained_per_second"] for ratio in tails), default=None), "bar": 1.0,
+        "unit": "trained trajectories/s, ours over the better TRL, 135M model, long tails",
+        "holds": bool(tails) and all(r["trained_per_second"] > 1 and r["reached_first"] == "ours" for r in tails),
+        "ratios": ratios, "target": TARGET, "cores": os.cpu_count(), "load": os.getloadavg()[0], "arms": list(arms),
+    }  # fmt: skip
+
+
+def first_of(one: str, one_seconds: float, other: str, other_seconds: float) -> str:
+    """Who was there first; `nobody` if none was, or both at once."""
+    if one_seconds == other_seconds:
+        return "nobody"
+    return one if one_seconds < other_seconds else other
+
+
+def _median(arms: Sequence[dict[str, Any]], side: str, name: str) -> float:
+    """Of the seeds; one that never got there counts as infinitely late."""
+    return statistics.median(float("inf") if arm[name] is None else arm[name] for arm in arms if arm["side"] == side)

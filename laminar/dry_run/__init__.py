@@ -1,0 +1,1 @@
+"""What a config would need and where its roles would go, without starting anything."""

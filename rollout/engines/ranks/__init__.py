@@ -1,0 +1,1 @@
+"""What runs inside SGLang's ranks, by SGLang's own interpreter: this folder alone joins its import path."""

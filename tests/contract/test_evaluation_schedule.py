@@ -1,0 +1,170 @@
+"""When a run evaluates, and what a failing evaluation does to it (D24 d and e): the real schedule, a crew of one."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from laminar.cluster.evaluation import Evaluations
+from laminar.cluster.ray_cluster import RoleDiedError
+from laminar.config.root import LaminarConfig
+from laminar.errors import DeadlineError, EngineError, RunFailedError, first_error
+from rollout.evaluation import EvaluationResult
+
+pytestmark = pytest.mark.heavy
+
+
+class Crew:
+    """Answers with the version that was asked for, or a later one; troubles are raised first, one a call."""
+
+    def __init__(self, held=None, troubles=()):
+        self.asked, self.held, self.troubles = [], held or {}, list(troubles)
+        self.reached = asyncio.Event()
+        self.newest = 0
+
+    async def evaluate(self, prompts, min_number, wait_seconds):
+        self.asked.append(min_number)
+        while self.newest < min_number:
+            self.reached.clear()
+            await self.reached.wait()
+        if self.troubles:
+            raise self.troubles.pop(0)
+        return EvaluationResult(self.held.get(min_number, min_number), {"a": [1.0], "b": [0.0]}, {"c": "no answer"})
+
+    def publish(self, number):
+        self.newest = number
+        self.reached.set()
+
+
+class Telemetry:
+    def __init__(self):
+        self.events = []
+
+    async def emit(self, kind, metrics=None, *, fields=None):
+        self.events.append((kind, metrics or {}, fields))
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    monkeypatch.setattr("laminar.cluster.evaluation.RETRY_SECONDS", 0.001)
+
+    def make_evaluations(crew, lines=(), **settings):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        config = LaminarConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "eval": settings})
+        telemetry, said = Telemetry(), []
+        made = Evaluations(config, [b"prompt"], tmp_path / "metrics.jsonl", crew, telemetry, said.append)
+        made.telemetry, made.said = telemetry, said
+        return made
+
+    return make_evaluations
+
+
+@contextlib.asynccontextmanager
+async def running(evaluations):
+    async with asyncio.timeout(5):
+        task = asyncio.create_task(evaluations.run())
+        yield task
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def evaluated(evaluations):
+    return [fields["step"] for kind, _, fields in evaluations.telemetry.events if kind == "evaluation"]
+
+
+async def test_every_due_version_is_asked_for_before_it_is_there_and_the_last_one_once(make):
+    crew = Crew()
+    evaluations = make(crew, every_steps=2)
+    async with running(evaluations):
+        await until(lambda: crew.asked == [2])
+        for number in (1, 2):
+            crew.publish(number)
+        await until(lambda: crew.asked == [2, 4])
+        crew.publish(4)
+        await evaluations.finish(4)
+    assert evaluated(evaluations) == [2, 4]
+    assert crew.asked[:2] == [2, 4]
+    metrics = evaluations.telemetry.events[0][1]
+    assert (metrics["eval/accuracy"], metrics["eval/num_prompts"], metrics["eval/failed"]) == (0.5, 2, 1)
+
+
+async def test_an_end_between_two_due_versions_is_evaluated_for_itself(make):
+    crew = Crew()
+    evaluations = make(crew, every_steps=4)
+    async with running(evaluations):
+        crew.publish(4)
+        await until(lambda: evaluated(evaluations) == [4])
+        crew.publish(5)
+        await evaluations.finish(5)
+    assert evaluated(evaluations) == [4, 5]
+
+
+async def test_versions_that_were_passed_by_are_not_caught_up_with(make):
+    """The worker was at 7 when 2 was due: the next one is 8."""
+    crew = Crew(held={2: 7})
+    evaluations = make(crew, every_steps=2)
+    async with running(evaluations):
+        crew.publish(2)
+        await until(lambda: crew.asked == [2, 8])
+    assert evaluated(evaluations) == [7]
+
+
+async def test_a_resumed_run_goes_on_behind_what_it_did(make):
+    crew = Crew()
+    lines = [{"kind": "evaluation", "step": 0}, {"kind": "step", "step": 5}]
+    evaluations = make(crew, lines, every_steps=2)
+    assert not evaluations.wants_start
+    async with running(evaluations):
+        await until(lambda: crew.asked == [6])
+
+
+async def test_before_step_1_version_0_is_evaluated(make):
+    evaluations = make(Crew())
+    assert evaluations.wants_start
+    await evaluations.evaluate_start()
+    assert evaluated(evaluations) == [0]
+
+
+async def test_a_dead_worker_or_a_version_that_is_late_is_no_failure(make):
+    crew = Crew(troubles=[RoleDiedError("rollout-0 ended"), DeadlineError("the engine to hold version number 2", 1.0)])
+    evaluations = make(crew, every_steps=2)
+    async with running(evaluations):
+        crew.publish(2)
+        await until(lambda: evaluated(evaluations) == [2])
+    assert crew.asked[:3] == [2, 2, 2]
+    assert not any(kind == "notice" for kind, *_ in evaluations.telemetry.events)
+
+
+async def test_a_failing_evaluation_is_told_and_the_run_goes_on(make):
+    crew = Crew(troubles=[EngineError("out of memory")])
+    evaluations = make(crew, every_steps=2)
+    async with running(evaluations):
+        crew.publish(2)
+        await until(lambda: crew.asked == [2, 4])
+        crew.publish(4)
+        await until(lambda: evaluated(evaluations) == [4])
+    assert "evaluation failed: out of memory" in evaluations.said
+
+
+async def test_it_stops_the_run_if_that_is_configured(make):
+    crew = Crew(troubles=[EngineError("out of memory")])
+    evaluations = make(crew, every_steps=2, on_failure="stop")
+    crew.publish(2)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(evaluations.run(), 5)
+    error = first_error(caught.value)
+    assert isinstance(error, RunFailedError)
+    assert "out of memory" in str(error)
+
+
+async def test_without_held_out_prompts_or_an_interval_nothing_is_asked(make):
+    crew = Crew()
+    await asyncio.wait_for(make(crew).run(), 5)
+    assert crew.asked == []

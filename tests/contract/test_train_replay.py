@@ -1,0 +1,191 @@
+"""Recorded trajectories trained again: bit for bit from the spool, to four digits of log-prob from the records."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from laminar.config.load import dump_toml
+from laminar.config.root import LaminarConfig
+from laminar.errors import ConfigError
+from laminar.experience.answers import Frontier
+from laminar.run_folder import RunFolder
+from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.trajectories import append_step
+from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
+from rollout.scripted import CodePointTokenizer
+from rollout.trajectory_log import TrajectoryLog
+from trainer import checkpoint
+from trainer.engine import TrainerEngine
+from trainer.offline import replay_recording
+from trainer.progress import Progress
+from trainer.recorded import Recording
+from trainer.session import build_algorithm
+from trainer.spool import ReplaySpool
+from trainer.spool_file import SpooledGroup, SpooledStep
+from trainer.step import train_step
+
+pytestmark = pytest.mark.heavy
+
+STEPS = 4
+
+
+def make_groups(step):
+    """Two groups of three; one answer has a second segment behind a given one."""
+    random, groups = np.random.default_rng(step), []
+    for place in range(2):
+        members = []
+        for member in range(3):
+            length = 3 + member
+            segments = [
+                given(random.integers(1, 40, 3)),
+                sampled(random.integers(1, 40, length), random.normal(-3.7, 0.3, length), WeightVersion(0, step - 1)),
+            ]
+            if member == 2:
+                segments += [given([7, 8]), sampled([9, 10], random.normal(-3.7, 0.3, 2), WeightVersion(0, step - 1), 1)]
+            members.append(
+                Trajectory(
+                    f"{step}{place}-{member:03d}", f"{step}{place}", "p", member, 1, Purpose.TRAIN,
+                    SamplingParameters(0.8, 8, 0), (Chain(tuple(segments)),), FinishReason.STOP,
+                    float(random.integers(0, 5)),
+                )
+            )  # fmt: skip
+        groups.append(tuple(members))
+    return tuple(groups)
+
+
+def make_config(model, folder, **trainer):
+    return LaminarConfig.model_validate(
+        {
+            "run": {"directory": str(folder), "name": "test"},
+            "model": {"path": str(model)},
+            "data": {"path": "-"},
+            "rollout": {"max_new_tokens": 8},
+            "trainer": {"learning_rate": 1e-2, "prompts_per_step": 2} | trainer,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=True)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(model, ranks, tmp_path_factory):
+    """A run of four steps that recorded everything, with a checkpoint after step 2: its folder, and its last weights."""
+    root = tmp_path_factory.mktemp("runs")
+    config, folder = make_config(model, root), RunFolder.create(root, "recorded")
+    folder.config.write_text(dump_toml(config))
+    algorithm = build_algorithm(config)
+    engine, spool, metrics = TrainerEngine(config, ranks), ReplaySpool(folder.checkpoints), MetricsFile(folder.metrics)
+    log = TrajectoryLog(folder.trajectories, "rollout-0", CodePointTokenizer(), rate=1.0, max_bytes=10**6)
+    for step in range(1, STEPS + 1):
+        groups = make_groups(step)
+        report = train_step(engine, algorithm, groups, step)
+        spooled = tuple(SpooledGroup(group[0].group_id, (0, place, 0)) for place, group in enumerate(groups))
+        spool.commit(SpooledStep(Progress(step=step), Frontier(number=step), "", spooled, oldest_trained=0), groups)
+        metrics.append("step", step, report.metrics)
+        append_step(folder.trajectories, step, [group[0].group_id for group in groups])
+        for trajectory in (t for group in groups for t in group):
+            log.add(trajectory)
+        if step == 2:
+            checkpoint.save(folder.checkpoints, step, engine, {}, keep=1)
+    log.write()
+    return folder, {name: tensor.detach().clone() for name, tensor in engine.state_tensors()}
+
+
+def replay(recording, model, ranks, tmp_path, **trainer):
+    said = []
+    path = replay_recording(make_config(model, tmp_path, **trainer), recording, ranks, said.append)
+    losses = {line["step"]: line["train/loss"] for line in read_lines(RunFolder(path).metrics)}
+    return RunFolder.open(path), losses, said
+
+
+def losses_of(folder):
+    return {line["step"]: line["train/loss"] for line in read_lines(folder.metrics)}
+
+
+def test_the_spool_gives_the_recorded_losses_and_weights_to_the_last_bit(recorded, model, ranks, tmp_path):
+    folder, expected = recorded
+    recording = Recording(folder.path, make_config(model, tmp_path))
+    assert (recording.is_exact, len(recording)) == (True, STEPS)
+    again, losses, said = replay(recording, model, ranks, tmp_path)
+    assert losses == losses_of(folder)
+    weights = load_file(again.checkpoints / "step_000004" / "model" / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    assert said[-1] == "4 recorded steps trained; train/loss differs from the recorded run's by at most 0"
+    assert again.read_state().status == "finished"
+
+
+@pytest.mark.slow
+def test_a_pruned_spool_goes_on_from_the_checkpoint_before_it(recorded, model, ranks, tmp_path):
+    folder, _ = recorded
+    spool = ReplaySpool(folder.checkpoints)
+    hidden = {step: spool.path(step).read_bytes() for step in (1, 2)}
+    try:
+        for step in hidden:
+            spool.path(step).unlink()
+        _, losses, said = replay(
+            Recording(folder.checkpoints / "replay", make_config(model, tmp_path)), model, ranks, tmp_path
+        )
+    finally:
+        for step, data in hidden.items():
+            spool.path(step).write_bytes(data)
+    assert losses == {step: loss for step, loss in losses_of(folder).items() if step > 2}
+    assert "step_000002" in said[0]
+
+
+@pytest.mark.slow
+def test_the_records_give_the_recorded_losses_within_their_digits(recorded, model, ranks, tmp_path):
+    """Log-probs are kept to 5e-5: ratios, and so losses, of advantages up to 1.2 are right to about 1e-4."""
+    folder, _ = recorded
+    recording = Recording(folder.trajectories, make_config(model, tmp_path))
+    assert not recording.is_exact
+    originals = {t.trajectory_id: t for step in range(1, STEPS + 1) for group in make_groups(step) for t in group}
+    for step in recording.steps():
+        for trajectory in (t for group in step.groups for t in group):
+            original = originals[trajectory.trajectory_id]
+            assert (trajectory.reward, trajectory.member) == (original.reward, original.member)
+            for chain, other in zip(trajectory.chains, original.chains, strict=True):
+                assert (chain.token_ids() == other.token_ids()).all()
+                assert (chain.mask() == other.mask()).all()
+    _, losses, _ = replay(recording, model, ranks, tmp_path)
+    assert losses == pytest.approx(losses_of(folder), abs=2e-4)
+
+
+@pytest.mark.slow
+def test_another_algorithm_is_tried_on_the_same_data(recorded, model, ranks, tmp_path):
+    folder, _ = recorded
+    recording = Recording(folder.path, make_config(model, tmp_path))
+    _, losses, _ = replay(recording, model, ranks, tmp_path, algorithm={"kind": "rloo"})
+    assert losses.keys() == losses_of(folder).keys()
+    assert losses != losses_of(folder)
+
+
+def test_groups_that_were_not_recorded_are_counted(recorded, model, tmp_path):
+    folder, _ = recorded
+    steps = folder.trajectories / "steps.jsonl"
+    text = steps.read_text()
+    try:
+        steps.write_text(text.replace('"30"', '"not-sampled"'))
+        found = {step.step: step for step in Recording(folder.trajectories, make_config(model, tmp_path)).steps()}
+    finally:
+        steps.write_text(text)
+    assert [(len(found[n].groups), found[n].missing_groups) for n in (1, 3)] == [(2, 0), (1, 1)]
+
+
+def test_a_folder_without_recorded_steps_is_refused(tmp_path, model):
+    (tmp_path / "trajectories").mkdir()
+    with pytest.raises(ConfigError, match="holds no recorded step"):
+        Recording(tmp_path, make_config(model, tmp_path))
+    (tmp_path / "trajectories" / "steps.jsonl").write_text(json.dumps({"step": 1, "groups": ["a"]}) + "\n")
+    assert len(Recording(tmp_path, make_config(model, tmp_path))) == 1

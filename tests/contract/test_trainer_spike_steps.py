@@ -1,0 +1,161 @@
+"""A spike in a real step: told, left out as if it had not been, or the end; at every ZeRO stage, with the sample's name."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from laminar.config.root import LaminarConfig
+from laminar.errors import RunFailedError
+from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
+from trainer.engine import TrainerEngine
+from trainer.session import build_algorithm
+from trainer.step import train_step
+
+pytestmark = pytest.mark.heavy
+
+CALM = 6
+
+
+def make_groups(step, *, spoilt=False):
+    """One group of three; spoilt: the engine claims to have sampled one answer's tokens as all but impossible."""
+    random, members = np.random.default_rng(step), []
+    for member in range(3):
+        logprobs = random.normal(-3.7, 0.1, 4) - 8.0 * (spoilt and member == 1)
+        answer = sampled(random.integers(1, 40, 4), logprobs, WeightVersion(0, 0))
+        members.append(
+            Trajectory(
+                f"{step}-{member:03d}", str(step), "p", member, 1, Purpose.TRAIN, SamplingParameters(1.0, 8, 0),
+                (Chain((given([3, 4, 5]), answer)),), FinishReason.STOP, [1.0, 0.0, 0.5][member],
+            )
+        )  # fmt: skip
+    return (tuple(members),)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=True)).save_pretrained(path)
+    return path
+
+
+def make_run(model, ranks, action, kind="aipo", stage=0, dtype="float32", **spikes):
+    settings = {"action": action, "min_updates": CALM, "factor": 30.0} | spikes
+    config = LaminarConfig.model_validate(
+        {
+            "model": {"path": str(model), "dtype": dtype},
+            "data": {"path": "-"},
+            "staleness": {"max_staleness": 16},
+            "trainer": {
+                "learning_rate": 1e-3,
+                "algorithm": {"kind": kind, "options": {"clip_high": 1e6} if kind == "aipo" else {}},
+                "deepspeed": {"zero_stage": stage},
+                "spikes": settings,
+            },
+        }
+    )
+    algorithm = build_algorithm(config)
+    return TrainerEngine(config, ranks, algorithm.needs), algorithm
+
+
+def calm_steps(engine, algorithm):
+    for step in range(1, CALM + 1):
+        report = train_step(engine, algorithm, make_groups(step), step)
+        assert (report.skipped_reason, report.notices) == (None, ())
+
+
+def state(engine):
+    critic = {} if engine.critic is None else engine.critic.state_tensors()
+    tensors = dict(engine.state_tensors()) | engine.optimizer_tensors() | {f"critic.{n}": t for n, t in critic.items()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        (0, "float32"),
+        pytest.param(1, "float32", marks=pytest.mark.slow),
+        pytest.param(2, "float32", marks=pytest.mark.slow),
+        pytest.param(0, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(2, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_spike_is_skipped_as_if_it_had_not_been_and_names_the_sample(stage, dtype, model, ranks):
+    engine, algorithm = make_run(model, ranks, "skip", stage=stage, dtype=dtype)
+    calm_steps(engine, algorithm)
+    before = state(engine)
+    report = train_step(engine, algorithm, make_groups(7, spoilt=True), 7)
+    assert "spike: " in report.skipped_reason
+    assert "trajectory 7-001 has the largest share in the loss" in report.skipped_reason
+    assert "0 of 1 updates were applied" in report.skipped_reason
+    assert report.trained_tokens == 0
+    assert same(state(engine), before)
+    report = train_step(engine, algorithm, make_groups(8), 8)
+    assert report.skipped_reason is None
+    assert not same(state(engine), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "float32"), (0, "bfloat16")])
+def test_a_gradient_norm_alone_is_enough(stage, dtype, model, ranks):
+    """Loss and KL are as ever; the norm's limit is set below what the next gradient has."""
+    engine, algorithm = make_run(model, ranks, "skip", stage=stage, dtype=dtype)
+    calm_steps(engine, algorithm)
+    known = engine.spikes.state()
+    engine.spikes.load_state({"loss": [1e9] * CALM, "KL": [1e9] * CALM, "gradient norm": [1e-6] * CALM})
+    before = state(engine)
+    report = train_step(engine, algorithm, make_groups(7), 7)
+    assert report.skipped_reason.startswith("spike: gradient norm ")
+    assert same(state(engine), before)
+    engine.spikes.load_state(known)
+    assert train_step(engine, algorithm, make_groups(7), 7).skipped_reason is None
+
+
+@pytest.mark.slow
+def test_a_notice_leaves_the_update_alone(model, ranks):
+    told, silent = (make_run(model, ranks, action) for action in ("notice", "off"))
+    reports = []
+    for engine, algorithm in (told, silent):
+        calm_steps(engine, algorithm)
+        reports.append(train_step(engine, algorithm, make_groups(7, spoilt=True), 7))
+    assert [report.skipped_reason for report in reports] == [None, None]
+    assert "trajectory 7-001" in reports[0].notices[0]
+    assert reports[1].notices == ()
+    assert same(state(told[0]), state(silent[0]))
+
+
+@pytest.mark.slow
+def test_a_run_can_be_ended_before_the_update(model, ranks):
+    engine, algorithm = make_run(model, ranks, "stop")
+    calm_steps(engine, algorithm)
+    before = state(engine)
+    with pytest.raises(RunFailedError, match=r"trajectory 7-001 .*the last checkpoint stands"):
+        train_step(engine, algorithm, make_groups(7, spoilt=True), 7)
+    assert same(state(engine), before)
+
+
+@pytest.mark.slow
+def test_the_critic_is_left_as_it_was_too(model, ranks):
+    engine, algorithm = make_run(model, ranks, "skip", kind="ppo")
+    calm_steps(engine, algorithm)
+    engine.spikes.load_state({"KL": [1e-9] * CALM})
+    before = state(engine)
+    assert train_step(engine, algorithm, make_groups(7, spoilt=True), 7).skipped_reason.startswith("spike: KL")
+    assert same(state(engine), before)
+
+
+def test_undefined_numbers_still_name_their_own_sample(model, ranks):
+    engine, algorithm = make_run(model, ranks, "skip")
+    (group,) = make_groups(1)
+    broken = dataclasses.replace(group[2], chains=(Chain((given([3]), sampled([5], [float("nan")], WeightVersion(0, 0)))),))
+    report = train_step(engine, algorithm, ((*group[:2], broken),), 1)
+    assert "trajectory 1-002 has rollout log-prob nan" in report.skipped_reason
