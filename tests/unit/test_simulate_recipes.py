@@ -1,4 +1,4 @@
-"""The recipes for 8, 64 and 512 GPUs: `check` accepts them, and their split and bound come from the simulator."""
+"""The recipes for 8, 64 and 512 GPUs: `check` accepts them, and their split comes from the simulator."""
 
 from pathlib import Path
 
@@ -9,7 +9,6 @@ from laminar.config.check import check_config
 from laminar.config.load import load_config
 from laminar.simulate.from_config import setting_of
 from laminar.simulate.mapping import all_splits, best_split, spread
-from laminar.simulate.sweep import advise
 
 RECIPES = Path(laminar.__file__).parents[1] / "deploy" / "recipes"
 TOTALS = (8, 64, 512)
@@ -36,15 +35,7 @@ def test_a_recipes_split_is_among_those_that_the_search_plays(total):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("total", TOTALS)
-def test_a_recipes_split_is_the_best_that_is_found(total):
-    config = recipe(total)
-    split, _, _ = best_split(setting_of(config), total)
+def test_the_smallest_recipes_split_is_the_best_of_those_played():
+    config = recipe(8)
+    split, _, _ = best_split(setting_of(config), 8)
     assert (split.train_gpus, split.num_replicas) == (config.trainer.num_ranks, config.rollout.num_workers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("total", TOTALS[:2])
-def test_a_recipes_bound_is_the_smallest_that_costs_little(total):
-    advice = advise(lambda overrides: recipe(total, overrides), total, lambda setting: setting)
-    assert advice.bound == recipe(total).staleness.bound
