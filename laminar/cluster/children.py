@@ -1,4 +1,4 @@
-"""The supervisor's own helpers, dashboard and sentinel, started again when they die. A run never ends for their sake."""
+"""What stands beside the supervisor, dashboard and sentinel, started again when it dies. No run ends for its sake."""
 
 import asyncio
 import logging

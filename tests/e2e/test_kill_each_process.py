@@ -70,6 +70,8 @@ def test_a_run_survives_the_death_of_each_of_its_processes_and_frees_everything_
     bind("127.0.0.1", port).close()
     steps = [line["step"] for line in run.lines()]
     assert steps == list(range(1, steps[-1] + 1))
-    resumed = start("run.max_steps=1", resume=run.folder.path)  # the last checkpoint loads
-    assert resumed.wait(120) == 0, resumed.text()
+    resumed = start(resume=run.folder.path)  # the last checkpoint loads
+    resumed.wait_for_step(steps[-1] + 2, seconds=300)
+    resumed.process.send_signal(signal.SIGINT)
+    assert resumed.wait(60) == 130, resumed.text()
     assert resumed.leftovers() == []
