@@ -289,8 +289,9 @@ def test_a_folder_without_config_json_is_no_model(folder):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_recipes_for_gpus_pass_on_a_machine_without_any(recipe, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    notes = check_config(load_config(recipe), 64)
-    assert all("not here" in note for note in notes)
+    notes = check_config(load_config(recipe), 4096)
+    # The simulator's recipes give a replica its even share of the batches, on purpose.
+    assert all("not here" in note or "`rollout.max_in_flight_groups` lets" in note for note in notes)
 
 
 def test_checking_needs_no_torch(folder):

@@ -14,7 +14,7 @@ from trainer.mismatch import Mismatch
 LOG = math.log
 DIFFERENCE = np.array([LOG(3), LOG(1.5), math.nan, LOG(0.25)])
 MASK = np.array([True, True, False, True])
-ALONE = SimpleNamespace(sum=list, gather_numbers=lambda number: [number])
+ALONE = SimpleNamespace(sum=list, sum_shares=list, gather_numbers=lambda number: [number])
 """What `Mismatch.metrics` asks of the ranks, with one of them."""
 
 
