@@ -115,7 +115,10 @@ class Plain:
         rows = build_rows(plan.rows, [t for group in groups for t in group], 0)
         (mini_batch,) = plan.mini_batches
         self._denominator = mini_batch.denominator
-        self._batches: list[PackedRows] = [pack_rows([rows[i] for i in part]) for part in mini_batch.ranks[0]]
+        self._batches: list[PackedRows] = [
+            pack_rows([rows[i] for i in part], share_prompts=False, device=torch.device("cpu"))
+            for part in mini_batch.ranks[0]
+        ]
 
     def step(self) -> float:
         """Train once; the loss."""
