@@ -179,6 +179,7 @@ class Renamed:
 
 def publish_in_every_way(session, model, folder):
     """Rank 0, the other follows: publish, be skipped while all slots are read, offer again, fail, train, publish."""
+    (folder / "store").mkdir(exist_ok=True)
     store = VersionStore(folder / "store", "run", "node")
     publisher = Publisher(store, model)
     weights = WeightPublisher(publisher, session)
