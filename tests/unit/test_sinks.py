@@ -78,7 +78,7 @@ def test_a_sink_gets_lines_in_order_and_the_next_life_gives_it_what_it_lacks(fil
         file.append("step", step, {"time": 0.0}, f"{step}-0")
     second = Notes()
     ThreadedSink("notes", lambda: second, metrics, position).close()
-    assert second.steps == [3]
+    assert (second.steps, second.calls[0]) == ([3], ("rewind", 2))  # in case that step 3 was taken and not noted
 
 
 def test_a_sink_that_hangs_leaves_lines_out_and_holds_nobody_up(files):

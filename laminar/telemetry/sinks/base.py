@@ -143,6 +143,8 @@ class ThreadedSink:
     def _run(self) -> None:
         writer = self._open_writer()
         try:
+            if first := next((line["step"] for line in self._backlog if line["kind"] == "step"), 0):
+                writer.rewind(first - 1)  # it may have been taken, and its position not written, when a life ended
             for line in self._backlog:
                 self._write(writer, line)
             self._backlog = []

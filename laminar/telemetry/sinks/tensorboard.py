@@ -21,15 +21,12 @@ class TensorBoardWriter:
 
     Args:
         folder: of the event files; each life adds one.
-        first_step: what an earlier life wrote from this step on is no part of the history any more.
     """
 
     failures: tuple[type[Exception], ...] = (OSError, ValueError)
 
-    def __init__(self, folder: Path, first_step: int = 0) -> None:
+    def __init__(self, folder: Path) -> None:
         self._writer: Any = EventFileWriter(str(folder))
-        if first_step:
-            self._begin_at(first_step)
 
     def write(self, line: Line) -> None:
         """Scalars of a step or an evaluation; a mark as text."""
