@@ -160,8 +160,10 @@ async def count_turns(prompt: Prompt, completion: str) -> float:
     return float(bool(completion))
 
 
-async def measure_gateway(client: EngineClient, tokenizer: HuggingFaceTokenizer, count: int) -> tuple[float, float]:
-    """Median seconds of one chat: through the gateway, and of the same request to the engine."""
+async def measure_gateway(
+    client: EngineClient, tokenizer: HuggingFaceTokenizer, count: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of chats, ascending: through the gateway, and of the same requests to the engine."""
     through, direct = [], []
     body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": TURN_TOKENS}
     ids = tokenizer.encode((Message("user", QUESTION),))
@@ -184,7 +186,7 @@ async def measure_gateway(client: EngineClient, tokenizer: HuggingFaceTokenizer,
                         await response.json()
                     through.append(time.perf_counter() - begin)
     await gateway.close()
-    return statistics.median(through), statistics.median(direct)
+    return sorted(through), sorted(direct)
 
 
 def make_tokenizer() -> tuple[HuggingFaceTokenizer, str]:
@@ -219,9 +221,10 @@ async def measure(url: str, num_episodes: int, num_calls: int) -> dict[str, Any]
         "turns": turns,
         "episodes": num_episodes,
         "at_once": NUM_AT_ONCE,
-        "gateway_p50_seconds": through,
-        "direct_p50_seconds": direct,
-        "gateway_overhead_p50_seconds": through - direct,
+        "gateway_p50_seconds": statistics.median(through),
+        "direct_p50_seconds": statistics.median(direct),
+        "gateway_overhead_p50_seconds": statistics.median(through) - statistics.median(direct),
+        "gateway_overhead_p10_seconds": through[len(through) // 10] - direct[len(direct) // 10],
         "tokenizer": name,
     }
 

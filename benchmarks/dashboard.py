@@ -30,6 +30,7 @@ from laminar.experience.server import EmbeddedServer
 from laminar.run_folder import RunFolder, RunState
 from laminar.telemetry.files import MetricsFile
 from laminar.telemetry.observer import Observer
+from laminar.telemetry.sinks.trace import TraceSink
 from laminar.telemetry.stream import TelemetryReader, TelemetryWriter
 from laminar.telemetry.view import RunView
 
@@ -83,7 +84,8 @@ async def measure_observer(directory: Path, seconds: float) -> dict[str, float]:
             spans = [["decode", float(number), number + 0.5]]
             await writers[number % ROLES].emit("worker", metrics, fields={"spans": spans})
         reader = TelemetryReader(client, "bench")
-        observer = Observer(reader, MetricsFile(folder.metrics), RunView(1), lambda event: None, folder)
+        sinks = [TraceSink(folder.path / "trace.json")]
+        observer = Observer(reader, MetricsFile(folder.metrics), RunView(1), lambda event: None, folder, sinks)
         before = resource.getrusage(resource.RUSAGE_SELF)
         await observer.drain()
         after = resource.getrusage(resource.RUSAGE_SELF)

@@ -45,6 +45,7 @@ from trainer.worker import TrainerRank
 
 TOKEN = "benchmark"
 NODE = "bench"
+FILL_SECONDS = 60.0
 ROLE: contextvars.ContextVar[str] = contextvars.ContextVar("role", default="benchmark")
 """Whose work the event loop is doing."""
 
@@ -141,11 +142,18 @@ class Fleet:
             if role.done() and not role.cancelled() and (error := role.exception()) is not None:
                 raise error
         if restarts := sum(replica.restarts for replica in self.replicas):
-            raise EngineError(f"{restarts} engines were restarted: the machine does not keep up; take a smaller time factor")
+            raise EngineError(f"{restarts} engine restarts: this machine does not keep up; take a smaller time factor")
 
     def latencies(self) -> dict[str, float]:
         """Seconds that each ended trajectory was generated for."""
         return {name: seconds for player in self.players for name, seconds in player.seconds.items()}
+
+    async def wait_full(self, num_requests: int) -> None:
+        """Until the engines of the one host run most of so many requests; a busy machine takes long to start a fleet."""
+        assert self.host is not None
+        async with asyncio.timeout(FILL_SECONDS):
+            while (await self.host.ask(ask=True))["running"] < 0.9 * num_requests:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
 
     async def counters(self) -> Counters:
         """Where all admitted trajectories stand."""

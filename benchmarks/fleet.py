@@ -8,7 +8,8 @@ machine like `32 * TIME_FACTOR` real ones.
 
 Value: generated tokens/s of each replica at the largest fleet over the smallest; bar: 0.9. CPU milliseconds of worker,
 trainer loop, relay and manager for each second of the engines' time and each replica are told, as metered by role on the
-event loop (`emulated_fleet.cpu_by_role`).
+event loop (`emulated_fleet.cpu_by_role`). `late_share` is how late this process's event loop wakes, of wall: on a busy
+machine it says that the figures are the machine's.
 """
 
 import argparse
@@ -30,6 +31,7 @@ TIME_FACTOR, TOKEN_SCALE, STREAM_TOKENS = 4.0, 32, 16
 GROUP_SIZE, GROUPS_EACH = 4, 8
 STEP_SECONDS, PROMPTS_PER_STEP = 40.0, 16
 BAR = 0.9
+LOOK_SECONDS = 0.25
 
 
 def settings(model: Path, num_replicas: int) -> LaminarConfig:
@@ -71,9 +73,13 @@ async def measure_arm(model: Path, folder: Path, num_replicas: int, warm_seconds
     with cpu_by_role() as spent:
         async with running_fleet(settings(model, num_replicas), folder / run_id, run_id, flags) as fleet:
             assert fleet.host is not None
+            await fleet.wait_full(num_replicas * GROUPS_EACH * GROUP_SIZE)
             await asyncio.sleep(warm_seconds)
             before, spent_before, started = await fleet.host.ask(ask=True), dict(spent), time.monotonic()
-            await asyncio.sleep(seconds)
+            late = 0.0
+            while (now := time.monotonic()) - started < seconds:
+                await asyncio.sleep(LOOK_SECONDS)
+                late += time.monotonic() - now - LOOK_SECONDS
             after, wall = await fleet.host.ask(ask=True), time.monotonic() - started
             cpu = {role: spent[role] - spent_before.get(role, 0.0) for role in sorted(spent)}
     engine_seconds = wall * TIME_FACTOR
@@ -84,6 +90,7 @@ async def measure_arm(model: Path, folder: Path, num_replicas: int, warm_seconds
         "cpu_milliseconds_per_engine_second_and_replica": {
             role: round(seconds / engine_seconds / num_replicas * 1000, 3) for role, seconds in cpu.items()
         },
+        "late_share": late / wall,
         "loop_busy_share": sum(cpu.values()) / wall,
         "engines_cpu_share": (after["cpu_seconds"] - before["cpu_seconds"]) / wall,
         "engines_lag_seconds": after["lag_seconds"] - before["lag_seconds"],

@@ -49,12 +49,12 @@ class Chain:
     def publish(self) -> float:
         """Publish one more version; returns the stall in seconds."""
         self._number += 1
-        started = time.perf_counter()
-        report = self._publisher.publish(WeightVersion(0, self._number), self._tensors)
-        stall = time.perf_counter() - started
-        while report.skipped:  # both slots are under way: only where publishes follow each other at once
+        while True:
+            started = time.perf_counter()
             report = self._publisher.publish(WeightVersion(0, self._number), self._tensors)
-        return stall
+            if not report.skipped:
+                return time.perf_counter() - started
+            time.sleep(POLL_SECONDS)  # both slots are under way: only where publishes follow each other at once
 
     def wait(self) -> float:
         """Wait until every store has the newest version; returns the seconds."""

@@ -58,7 +58,7 @@ def measure_pull(repeats: int) -> dict[str, float]:
             for number in range(1, repeats + 1):
                 publisher.publish(WeightVersion(0, number), weights.items())
                 started = time.perf_counter()
-                engine.update_weights(store.folder_of(WeightVersion(0, number)), f"0.{number}", flush_cache=True)
+                engine.book.update_weights(store.folder_of(WeightVersion(0, number)), f"0.{number}", flush_cache=True)
                 found = engine.model.score(tokens)
                 pulled.append(time.perf_counter() - started)
                 started = time.perf_counter()

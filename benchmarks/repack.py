@@ -36,14 +36,15 @@ from rollout.tiny import make_model
 NUM_REPLICAS, GROUP_SIZE, GROUPS_EACH = 16, 4, 8
 TIME_FACTOR, TOKEN_SCALE, STREAM_TOKENS = 16.0, 32, 8
 CAPACITY_TOKENS = 110_000
-PROMPTS_PER_STEP = 100
+PROMPTS_PER_REPLICA = 4
+"""Groups of a step, for each replica: half of what is in flight."""
 STEP_SECONDS = 20.0
 LOOK_SECONDS = 0.25
 BAR = 1.20
 PLAN_BAR_MILLISECONDS = 50
 
 
-def settings(model: Path, *, repack: bool, time_factor: float) -> LaminarConfig:
+def settings(model: Path, *, repack: bool, time_factor: float, num_replicas: int) -> LaminarConfig:
     """The run; lengths in emulated tokens, times in seconds of this machine."""
     return LaminarConfig.model_validate(
         {
@@ -52,7 +53,7 @@ def settings(model: Path, *, repack: bool, time_factor: float) -> LaminarConfig:
             "data": {"path": "-", "max_prompt_tokens": 16},
             "rewards": [{"kind": "benchmarks.emulated_fleet:one"}],
             "rollout": {
-                "num_workers": NUM_REPLICAS,
+                "num_workers": num_replicas,
                 "group_size": GROUP_SIZE,
                 "max_new_tokens": 20_000 // TOKEN_SCALE,
                 "max_in_flight_groups": GROUPS_EACH,
@@ -63,7 +64,7 @@ def settings(model: Path, *, repack: bool, time_factor: float) -> LaminarConfig:
             },
             "trainer": {
                 "kind": "emulated",
-                "prompts_per_step": PROMPTS_PER_STEP,
+                "prompts_per_step": PROMPTS_PER_REPLICA * num_replicas,
                 "emulated": {"step_seconds": [STEP_SECONDS / time_factor]},
             },
             "staleness": {"max_staleness": "unbounded"},
@@ -73,7 +74,7 @@ def settings(model: Path, *, repack: bool, time_factor: float) -> LaminarConfig:
 
 
 async def measure_arm(
-    model: Path, folder: Path, *, repack: bool, warm_seconds: float, seconds: float, time_factor: float = TIME_FACTOR
+    model: Path, folder: Path, *, repack: bool, warm_seconds: float, seconds: float, time_factor: float, num_replicas: int
 ) -> dict[str, Any]:
     """One arm: start, let the first versions pass, measure."""
     flags: dict[str, object] = {
@@ -81,11 +82,11 @@ async def measure_arm(
         "token-scale": TOKEN_SCALE, "step-tokens": 64, "stream-interval": STREAM_TOKENS,
     }  # fmt: skip
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
-    async with running_fleet(
-        settings(model, repack=repack, time_factor=time_factor), folder / run_id, run_id, flags
-    ) as fleet:
-        await asyncio.sleep(warm_seconds)
+    config = settings(model, repack=repack, time_factor=time_factor, num_replicas=num_replicas)
+    async with running_fleet(config, folder / run_id, run_id, flags) as fleet:
         assert fleet.host is not None
+        await fleet.wait_full(num_replicas * GROUPS_EACH * GROUP_SIZE)
+        await asyncio.sleep(warm_seconds)
         before, cpu_before, started = await fleet.host.ask(ask=True), cpu_seconds(), time.monotonic()
         shares: list[float] = []
         late = 0.0
@@ -151,7 +152,7 @@ def paired_latencies(arms: list[dict[str, Any]]) -> tuple[float, float, int]:
     return statistics.fmean(on) / statistics.fmean(off), max(on) / max(off), len(names)
 
 
-def compare(arms: list[dict[str, Any]], moving: dict[str, Any], time_factor: float = TIME_FACTOR) -> dict[str, Any]:
+def compare(arms: list[dict[str, Any]], moving: dict[str, Any], time_factor: float, num_replicas: int) -> dict[str, Any]:
     """The last line: ratios of medians, and whether the bars hold."""
 
     def median(name: str, repack: bool) -> float:
@@ -180,8 +181,9 @@ def compare(arms: list[dict[str, Any]], moving: dict[str, Any], time_factor: flo
         "latency_mean_ratio_unpaired": round(ratio["latency_mean_seconds"], 3),
         "latency_max_ratio_unpaired": round(ratio["latency_max_seconds"], 3),
         "plan_and_move_cpu_share": share, "plan_and_move_cpu_share_of_this_machines_wall": own_share, "moving": moving,
-        "plan_1000_replicas_ms": round(plan, 1), "time_factor": time_factor, "token_scale": TOKEN_SCALE,
-        "stream_tokens": STREAM_TOKENS, "cores": os.cpu_count(), "load": os.getloadavg()[0], "arms": [told(a) for a in arms],
+        "plan_1000_replicas_ms": round(plan, 1), "replicas": num_replicas, "time_factor": time_factor,
+        "token_scale": TOKEN_SCALE, "stream_tokens": STREAM_TOKENS, "cores": os.cpu_count(), "load": os.getloadavg()[0],
+        "arms": [told(arm) for arm in arms],
     }  # fmt: skip
 
 
@@ -200,9 +202,10 @@ def main() -> None:
         "--time-factor", type=float, default=TIME_FACTOR, help="lower for a busy machine, with more --seconds"
     )
     parser.add_argument("--seconds", type=float, help="of one arm")
+    parser.add_argument("--replicas", type=int, default=NUM_REPLICAS, help="fewer for a busy machine")
     flags = parser.parse_args()
     order, warm, seconds = (
-        ((False, True), 3.0, 16.0) if flags.quick else ((False, True, True, False, False, True), 10.0, 60.0)
+        ((False, True), 4.0, 16.0) if flags.quick else ((False, True, True, False, False, True), 10.0, 60.0)
     )
     seconds, pace = flags.seconds or seconds, flags.time_factor
     arms = []
@@ -212,12 +215,20 @@ def main() -> None:
         make_model(model)
         for repack in order:
             arm = asyncio.run(
-                measure_arm(model, Path(folder), repack=repack, warm_seconds=warm, seconds=seconds, time_factor=pace)
+                measure_arm(
+                    model,
+                    Path(folder),
+                    repack=repack,
+                    warm_seconds=warm,
+                    seconds=seconds,
+                    time_factor=pace,
+                    num_replicas=flags.replicas,
+                )
             )
             print(told(arm), flush=True)
             arms.append(arm)
         moving = asyncio.run(measure_moves(model, Path(folder)))
-    print(json.dumps(compare(arms, moving, pace)))
+    print(json.dumps(compare(arms, moving, pace, flags.replicas)))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def compare(arms: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Is the simulator right about the real system?")
-    parser.add_argument("--quick", action="store_true", help="four systems once: about eight minutes")
+    parser.add_argument("--quick", action="store_true", help="four systems once: about twelve minutes")
     parser.add_argument("--arms", type=Path, help="output of `benchmarks.systems`, whose last line is used")
     arguments = parser.parse_args()
     if arguments.arms:

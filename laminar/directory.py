@@ -12,6 +12,7 @@ import msgspec
 import redis.exceptions
 from redis.asyncio import Redis
 
+from laminar.experience.client import keep_cancellation
 from laminar.policies.repack import ReplicaLoad
 from laminar.types import WeightVersion
 
@@ -79,7 +80,7 @@ class ReplicaDirectory:
             async with self._client.pipeline(transaction=False) as pipeline:
                 pipeline.sadd(f"{self._prefix}replicas", entry.replica)
                 pipeline.set(self._key(entry.replica), msgspec.msgpack.encode(entry), px=round(self._ttl_seconds * 1000))
-                await pipeline.execute()
+                await keep_cancellation(pipeline.execute())
         except (redis.exceptions.RedisError, OSError):
             self.missed_beats += 1
 

@@ -15,6 +15,7 @@ from laminar.config.sizes import is_one_machine, published_bytes, read_model_siz
 from laminar.errors import EnvironmentSetupError
 from laminar.experience.client import connect
 from laminar.plugins import resolve
+from laminar.telemetry.clock import StateClock, report_clock
 from laminar.telemetry.stream import TelemetryWriter
 from relay.directory import RelayStatus
 from relay.link import Credentials
@@ -26,6 +27,7 @@ from relay.transports.base import TRANSPORTS
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT_BYTES = 32 * 1024**2
 _ALL_KEPT_BYTES = 1024**3
+CONNECT_AGAIN_SECONDS = 5.0
 
 
 class RelayRole:
@@ -40,6 +42,7 @@ class RelayRole:
     def __init__(self, context: RoleContext, config: LaminarConfig, is_master: bool = True) -> None:
         self._config, self._context = config, context
         self._reports: asyncio.Queue[HopReport] = asyncio.Queue()
+        self._clock = StateClock("start")
         store = open_store(config, context.run_id, context.node_id)
         self._relay = Relay(store, context.redis_url, self._chained(context, is_master))
 
@@ -61,9 +64,14 @@ class RelayRole:
     async def run(self) -> None:
         """Beat, make room, receive and pass on until `stop`."""
         async with asyncio.TaskGroup() as group:
-            telling = group.create_task(tell_reports(self._reports, self._context))
+            telling = [
+                group.create_task(tell_reports(self._reports, self._context)),
+                group.create_task(tell_clock(self._clock, self._context)),
+            ]
+            self._clock.enter("serve")
             await self._relay.run()
-            telling.cancel()
+            for task in telling:
+                task.cancel()
 
     async def status(self) -> RelayStatus:
         """What the store holds now."""
@@ -88,6 +96,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _ALL_KEPT_BYTES)
+
+
+async def tell_clock(clock: StateClock, context: RoleContext) -> None:
+    """Say twice a second that the relay lives, and what it does, until cancelled; without Redis nobody is told."""
+    while True:
+        with contextlib.suppress(EnvironmentSetupError):
+            await report_clock(clock, TelemetryWriter(await connect(context.redis_url), context.run_id, context.role))
+        await asyncio.sleep(CONNECT_AGAIN_SECONDS)
 
 
 async def tell_reports(reports: "asyncio.Queue[HopReport]", context: RoleContext) -> None:

@@ -21,6 +21,7 @@ from laminar.config.root import LaminarConfig
 from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.experience.client import connect
 from laminar.policies.repack import Move, RepackLimits, latch_idle, plan_repack
+from laminar.telemetry.clock import StateClock, report_clock
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import WeightVersion
 from rollout.occupants import guest_limits
@@ -119,6 +120,7 @@ class RolloutManager:
     def __init__(self, context: RoleContext, config: LaminarConfig) -> None:
         self._context, self._config = context, config
         self._stopping = asyncio.Event()
+        self._clock, self._num_plans = StateClock("start"), 0
 
     async def start(self) -> None:
         """Connect."""
@@ -141,18 +143,32 @@ class RolloutManager:
             await self._session.close()
             await self._redis.aclose()
 
+    async def _consolidate(self, entries: Sequence[ReplicaEntry]) -> None:
+        """One plan; the clock says `plan` while any is carried out, else `watch`."""
+        self._num_plans += 1
+        self._clock.enter("plan")
+        try:
+            await self._repacker.consolidate(entries)
+        finally:
+            self._num_plans -= 1
+            if not self._num_plans:
+                self._clock.enter("watch")
+
     async def _follow(self) -> None:
         planned, drained_then = 0.0, frozenset[str]()
+        self._clock.enter("watch")
         async with asyncio.TaskGroup() as plans:
+            reporting = plans.create_task(report_clock(self._clock, self._telemetry))
             while not self._stopping.is_set():
                 entries = await self._directory.entries()
                 draining = frozenset(entry.replica for entry in entries if entry.is_draining)
                 now = time.monotonic()
                 if draining != drained_then or now - planned >= self._config.rollout.repack.interval_seconds:
                     planned, drained_then = now, draining
-                    plans.create_task(self._repacker.consolidate(entries))
+                    plans.create_task(self._consolidate(entries))
                     await self._telemetry.emit("repack", metrics_of(self._repacker.tally, entries))
                 await self._pause()
+            reporting.cancel()
 
     @property
     def tally(self) -> Tally:

@@ -51,7 +51,7 @@ class TrainerEngine:
         self._reference = Reference(config, ranks, vocabulary_size) if "ref_logprobs" in needs else None
         self._critic = Critic(config, ranks, vocabulary_size) if "values" in needs else None
         self.share_prompts = self._decide_sharing()
-        self.spikes = SpikeDetector(config.trainer.spikes)
+        self.spikes = SpikeDetector(config.trainer.spikes, config.trainer.max_grad_norm)
 
     def forward(self, batch: PackedRows, *, is_last: bool, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Score a micro-batch; all ranks call `forward` and `backward` equally often before an update.

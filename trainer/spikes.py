@@ -13,8 +13,11 @@ from typing import Any
 
 from laminar.config.trainer import SpikesConfig
 
+GRADIENT = "gradient norm"
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
+LEAST = {"loss": 0.01, "KL": 0.01}
+"""What is no spike however calm it was before, by figure; of the gradient's norm, what is clipped anyway."""
 LEAST_SHARE = 0.1
 """The deviation counts as at least this share of the median's size: figures that hardly move are allowed to."""
 
@@ -44,10 +47,12 @@ class SpikeDetector:
 
     Args:
         config: how much is too much.
+        max_grad_norm: to which gradients are clipped.
     """
 
-    def __init__(self, config: SpikesConfig) -> None:
+    def __init__(self, config: SpikesConfig, max_grad_norm: float = 0.0) -> None:
         self._config = config
+        self._least = LEAST | {GRADIENT: max_grad_norm}
         self._known: dict[str, deque[float]] = {}
 
     def limit(self, name: str) -> float:
@@ -84,4 +89,5 @@ class SpikeDetector:
             return math.nan, math.inf
         median = statistics.median(values)
         deviation = NORMAL * statistics.median(abs(value - median) for value in values)
-        return median, median + self._config.factor * max(deviation, LEAST_SHARE * abs(median))
+        limit = median + self._config.factor * max(deviation, LEAST_SHARE * abs(median))
+        return median, max(limit, self._least.get(name, 0.0))

@@ -21,7 +21,7 @@ from trainer.mismatch import Mismatch
 from trainer.packing import PackedRows, pack_rows
 from trainer.plan import MiniBatchPlan
 from trainer.scoring import Rows
-from trainer.spikes import Spike
+from trainer.spikes import GRADIENT, Spike
 from trainer.trained_module import Update
 
 _SUMS = ("loss", "policy_loss", "ratio", "clip_low", "clip_high", "entropy", "kl", "rollout_kl")
@@ -134,7 +134,7 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     critic_update = None
     if engine.critic is not None:
         critic_update = engine.critic.update(work.rate, math.inf if update.applied else REFUSE)
-    engine.spikes.add(figures | {"gradient norm": update.grad_norm})
+    engine.spikes.add(figures | {GRADIENT: update.grad_norm})
     totals.forward_backward_seconds += computed - started
     totals.optimizer_seconds += time.perf_counter() - computed
     told = "" if spike is None else _tell(engine, spike, largest)
@@ -154,9 +154,9 @@ def _update_unless_spike(work: Work, spike: Spike | None) -> tuple[Update, Spike
     """Apply the gradient, unless that is to be left out; the spike, that of the gradient's norm if there is no other."""
     engine, action = work.engine, work.engine.config.trainer.spikes.action
     leaves_out = action in ("skip", "stop")
-    limit = engine.spikes.limit("gradient norm")
+    limit = engine.spikes.limit(GRADIENT)
     update = engine.update(work.rate, (REFUSE if spike else limit) if leaves_out else math.inf)
-    return update, spike or engine.spikes.find({"gradient norm": update.grad_norm})
+    return update, spike or engine.spikes.find({GRADIENT: update.grad_norm})
 
 
 def _tell(engine: TrainerEngine, spike: Spike, largest: tuple[float, str]) -> str:

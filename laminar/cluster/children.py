@@ -29,7 +29,12 @@ async def keep_children(children: Mapping[str, Child], restarts: Counter[str], t
     """
     while True:
         for name, child in children.items():
-            if restarts[name] >= MAX_RESTARTS or not child.ensure():
+            try:
+                was_needed = restarts[name] < MAX_RESTARTS and child.ensure()
+            except OSError as error:
+                logger.warning("%s ended and could not be started again (%s)", name, error)
+                continue
+            if not was_needed:
                 continue
             restarts[name] += 1
             logger.warning("%s ended; it was started again (%d)", name, restarts[name])

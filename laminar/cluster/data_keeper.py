@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from laminar.cluster.data import RunData
 from laminar.config.root import LaminarConfig
 from laminar.errors import RunFailedError
+from laminar.experience.client import keep_cancellation
 from laminar.experience.server import EmbeddedServer
 from laminar.telemetry.stream import TelemetryWriter
 
@@ -91,7 +92,7 @@ class DataKeeper:
             async with self._client.pipeline(transaction=False) as pipeline:
                 pipeline.hexists(f"{prefix}run", "next_admission")
                 pipeline.hlen(f"{prefix}prompts")
-                is_configured, num_prompts = await pipeline.execute()
+                is_configured, num_prompts = await keep_cancellation(pipeline.execute())
         except (redis.exceptions.RedisError, OSError):
             return False
         return not is_configured or num_prompts < len(self._data.prompts)

@@ -62,7 +62,11 @@ class Housekeeper:
     async def watch_disks(self, now: float) -> None:
         """Tell of every disk that runs low, not again within the hour."""
         for place in self._disks:
-            usage = await asyncio.to_thread(shutil.disk_usage, place)
+            try:
+                usage = await asyncio.to_thread(shutil.disk_usage, place)
+            except OSError as error:
+                logger.info("the disk of %s cannot be looked at (%s)", place, error)
+                continue
             if usage.free >= LOW_RATIO * usage.total or now - self._told.get(place, -LOW_AGAIN_SECONDS) < LOW_AGAIN_SECONDS:
                 continue
             self._told[place] = now

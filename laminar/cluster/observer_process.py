@@ -56,8 +56,10 @@ class ObserverProcess:
         Consumes: its beats. Produces: observers. Waits for: the next beat, by a deadline.
         """
         while True:
-            process = await self._start()
-            why = await self._watch(process)
+            try:
+                why = await self._watch(await self._start())
+            except OSError as error:
+                why = f"it could not be started ({error})"
             self._restarts[ROLE] += 1
             count = self._restarts[ROLE]
             logger.warning("observer: %s; starting it again (%d)", why, count)

@@ -206,7 +206,7 @@ class Supervisor:
         reader = TelemetryReader(self._redis, context.run_id)
         metrics = MetricsFile(self._folder.metrics)
         await settle(reader, metrics)
-        await reader.forget()
+        await reader.begin(after=metrics.last_event)
         follower = Follower(reader, view, metrics.last_step, lambda event: self._on_event(event, view))
         self._say(f"starting the trainer and {self._config.rollout.num_workers} rollout worker(s)")
         crew = Crew(self._config, context, telemetry, self._say, self._note_process)

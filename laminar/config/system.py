@@ -218,7 +218,7 @@ class AlertsConfig(Section):
     """Least level that is told."""
     timeout_seconds: float = Field(10, gt=0)
     """Deadline of one attempt."""
-    retries: int = Field(3, ge=0, le=20)
+    max_retries: int = Field(3, ge=0, le=20)
     """Further attempts, after pauses of 1, 2, 4 ... seconds; then it is given up, with a warning in the observer's log."""
     repeat_seconds: float = Field(3600, gt=0)
     """An alert that lasts is told again after so long."""

@@ -57,7 +57,8 @@ class SpikesConfig(Section):
     """`[trainer.spikes]`: what to do about an update whose loss, KL or gradient norm is out of all proportion.
 
     Out of proportion is what lies above median + `factor` x robust standard deviation (1.4826 x the median absolute
-    deviation, at least a tenth of the median) of the last `window_updates` updates.
+    deviation, at least a tenth of the median) of the last `window_updates` updates, if it is also above 0.01 (loss, KL in
+    nats a token) or `max_grad_norm` (gradient norm).
     """
 
     action: Literal["off", "notice", "skip", "stop"] = "notice"

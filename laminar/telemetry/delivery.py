@@ -89,7 +89,7 @@ class Deliveries:
 
     async def _try(self, name: str, way: Callable[[dict[str, Any]], Awaitable[None]], message: dict[str, Any]) -> None:
         reason = ""
-        for attempt in range(self._config.retries + 1):
+        for attempt in range(self._config.max_retries + 1):
             if attempt:
                 await asyncio.sleep(min(MAX_PAUSE_SECONDS, self._pause_seconds * 2 ** (attempt - 1)))
             try:
@@ -100,7 +100,7 @@ class Deliveries:
             except DeliveryError as error:
                 reason = str(error)
         self.failed += 1
-        logger.warning("alerts: the %s failed in %d attempts: %s", name, self._config.retries + 1, reason)
+        logger.warning("alerts: the %s failed in %d attempts: %s", name, self._config.max_retries + 1, reason)
         return None
 
     async def _call(self, message: dict[str, Any]) -> None:

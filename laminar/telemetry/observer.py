@@ -63,15 +63,16 @@ class Observer:
         Consumes: telemetry events. Produces: lines, the view, and a beat after each look. Waits for: new events, by polling.
         """
         while True:
-            await self.drain()
+            await self.drain(beat)
             beat()
             await asyncio.sleep(POLL_SECONDS)
 
-    async def drain(self) -> None:
-        """Take in all events that are there."""
+    async def drain(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Take in all events that are there; a beat after each batch."""
         while events := await self._reader.read():
             for event in events:
                 self._take(event)
+            beat()
 
     def _take(self, event: Event) -> None:
         order = order_of(event.event_id)

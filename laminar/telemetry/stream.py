@@ -25,8 +25,8 @@ class Event:
 
     Attributes:
         role: who says so (`trainer-0`, `rollout-1`, `supervisor`).
-        kind: `step`, `worker`, `clock`, `relay`, `repack`, `waiting`, `restored`, `evaluation`, `control`, `notice`, `alert`
-            or `retired`.
+        kind: `step`, `worker`, `clock`, `relay`, `repack`, `waiting`, `restored`, `evaluation`, `control`, `notice`,
+            `alert`, `retired` or `begin`.
         time: Unix seconds.
         metrics: declared names to values.
         fields: anything else (texts, histograms), JSON-like.
@@ -78,9 +78,11 @@ class TelemetryReader:
     def __init__(self, client: "redis.asyncio.Redis", run_id: str) -> None:
         self._client, self._key, self._cursor = client, stream_key(run_id), "0-0"
 
-    async def forget(self) -> None:
-        """Delete the stream; the next events are the first."""
+    async def begin(self, after: tuple[int, int]) -> None:
+        """Empty the stream; whatever the clock says, ids of its events come after this one, as `order_of` gives it."""
         await self._client.delete(self._key)
+        first = msgspec.msgpack.encode(Event("supervisor", "begin", time.time(), {}, {}))
+        await self._client.xadd(self._key, {b"e": first}, id=f"{after[0]}-{after[1] + 1}")
         self._cursor = "0-0"
 
     async def read(self, max_events: int = 1000) -> list[Event]:

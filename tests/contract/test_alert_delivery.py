@@ -89,7 +89,7 @@ async def test_a_webhook_gets_the_alert_again_after_failures_until_it_takes_it(h
 
 async def test_a_webhook_that_fails_for_good_is_given_up_and_its_address_is_not_logged(hook, deliveries, caplog):
     server = hook(statuses=[500] * 9)
-    made = deliveries(webhook=server.url, retries=2)
+    made = deliveries(webhook=server.url, max_retries=2)
     made.post(DISK)
     await made.finish(20)
     assert (len(server.taken), made.failed) == (3, 1)
@@ -99,7 +99,7 @@ async def test_a_webhook_that_fails_for_good_is_given_up_and_its_address_is_not_
 
 async def test_a_webhook_that_does_not_answer_is_left_at_its_deadline_and_the_next_alert_goes_on(hook, deliveries, caplog):
     server = hook(hangs=True)
-    made = deliveries(webhook=server.url, retries=0, timeout_seconds=0.1)
+    made = deliveries(webhook=server.url, max_retries=0, timeout_seconds=0.1)
     made.post(DISK)
     async with asyncio.timeout(20):
         while not made.failed:
@@ -124,7 +124,7 @@ async def test_nobody_listening_and_a_redirect_are_failures(hook, deliveries, ca
     gone.shutdown()
     gone.server_close()
     for settings in ({"webhook": url}, {"webhook": hook(statuses=[302]).url}):
-        made = deliveries(**settings, retries=0)
+        made = deliveries(**settings, max_retries=0)
         made.post(DISK)
         await made.finish(20)
         assert made.failed == 1
@@ -142,6 +142,7 @@ async def test_only_alerts_that_are_grave_enough_are_delivered(hook, deliveries)
     assert [body["name"] for _, body in server.taken] == ["disk_low"]
 
 
+@pytest.mark.slow
 async def test_a_command_gets_the_alert_on_its_input_and_in_its_environment(deliveries, tmp_path):
     program = tmp_path / "note.py"
     program.write_text(
@@ -154,11 +155,12 @@ async def test_a_command_gets_the_alert_on_its_input_and_in_its_environment(deli
     assert (tmp_path / "to ld").read_text() == "disk_low critical"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "reason"), [("false", "exit code 1"), ("sleep 100", "no answer within"), ("/nowhere/x", "No such file")]
 )
 async def test_a_command_that_fails_or_hangs_is_given_up(deliveries, caplog, command, reason):
-    made = deliveries(command=command, retries=0, timeout_seconds=0.2 if "sleep" in command else 10)
+    made = deliveries(command=command, max_retries=0, timeout_seconds=0.2 if "sleep" in command else 10)
     made.post(DISK)
     await made.finish(20)
     assert made.failed == 1

@@ -13,7 +13,7 @@ from laminar.config.load import dump_toml
 from laminar.config.root import LaminarConfig
 from laminar.run_folder import RunFolder, RunState
 from laminar.telemetry.files import read_lines
-from laminar.telemetry.stream import TelemetryWriter
+from laminar.telemetry.stream import TelemetryReader, TelemetryWriter, order_of
 
 
 @pytest.fixture
@@ -55,6 +55,15 @@ async def kept(valkey, redis_client, run_id, tmp_path):
 
     yield folder, pids, restarts, step, steps, wait_for, end
     await end()
+
+
+async def test_ids_of_a_new_life_come_after_those_of_the_last_whatever_the_clock_says(redis_client, run_id):
+    reader, telemetry = TelemetryReader(redis_client, run_id), TelemetryWriter(redis_client, run_id, "trainer-0")
+    await telemetry.emit("notice", fields={"text": "of the last life"})
+    await reader.begin(after=(10**15, 7))  # some thirty thousand years ahead
+    await telemetry.emit("notice", fields={"text": "of this life"})
+    events = await reader.read()
+    assert [(event.kind, order_of(event.event_id) > (10**15, 7)) for event in events] == [("begin", True), ("notice", True)]
 
 
 async def test_an_observer_writes_to_the_last_event_and_ends_in_order(kept):

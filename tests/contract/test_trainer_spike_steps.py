@@ -53,6 +53,7 @@ def make_run(model, ranks, action, kind="aipo", stage=0, dtype="float32", **spik
             "staleness": {"max_staleness": 16},
             "trainer": {
                 "learning_rate": 1e-3,
+                "max_grad_norm": 1e-3,
                 "algorithm": {"kind": kind, "options": {"clip_high": 1e6} if kind == "aipo" else {}},
                 "deepspeed": {"zero_stage": stage},
                 "spikes": settings,

@@ -90,7 +90,7 @@ def test_a_detached_run_goes_on_without_its_terminal_until_it_is_told_to_stop(te
     (path,) = tmp_path.iterdir()
     folder = RunFolder(path)
     terminal.read_until(re.escape(f"laminar stop {path}"))
-    wait_for_step(folder, 2)
+    wait_for_step(folder, 2, seconds=300)
     terminal.destroy()
     seen = last_step(folder)
     wait_for_step(folder, seen + 5)

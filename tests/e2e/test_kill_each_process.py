@@ -45,7 +45,7 @@ def with_words(*words):
 
 def test_a_run_survives_the_death_of_each_of_its_processes_and_frees_everything_at_its_end(start):
     run = start(*EMULATED)
-    run.wait_for_step(3)
+    run.wait_for_step(3, seconds=300)
     name = run.folder.path.name
     port = int(run.folder.read_state().dashboard_url.rpartition(":")[2])
     engines = [pid for pid in with_words("rollout.engines.emulated_server") if pid in marked_processes(name)]

@@ -29,10 +29,10 @@ SO_FAR = [metric.name for metric in METRICS if metric.meaning.endswith("so far")
 
 def printed_step(run):
     """The last step that the supervisor's own output tells of."""
-    return max(map(int, re.findall(r"\bstep +(\d+)", run.text())), default=0)
+    return max(map(int, re.findall(r"^step (\d+)/", run.text(), re.MULTILINE)), default=0)
 
 
-def wait_for_printed_step(run, step, seconds=90):
+def wait_for_printed_step(run, step, seconds=150):
     run.wait_until(lambda: printed_step(run) >= step, f"step {step} in the output", seconds)
 
 
@@ -48,7 +48,7 @@ def assert_whole(lines):
 
 def test_steps_go_on_while_the_observer_is_stopped_or_killed_and_no_line_is_lost(start):
     run = start(*EMULATED)
-    run.wait_for_step(2)
+    run.wait_for_step(2, seconds=300)
     first = run.role_pid("observer")
     os.kill(first, signal.SIGSTOP)
     written = run.lines()[-1]["step"]
@@ -70,7 +70,7 @@ def test_steps_go_on_while_the_observer_is_stopped_or_killed_and_no_line_is_lost
 def test_a_run_whose_observer_hangs_ends_in_time_with_all_its_lines_and_its_resume_goes_on_with_every_curve(start):
     settings = (*EMULATED, "metrics.tensorboard=true", "metrics.wandb=offline")
     run = start(*settings)
-    run.wait_for_step(6)
+    run.wait_for_step(6, seconds=300)
     os.kill(run.role_pid("observer"), signal.SIGSTOP)
     wait_for_printed_step(run, printed_step(run) + 3)
     run.process.send_signal(signal.SIGINT)

@@ -80,7 +80,7 @@ def test_a_run_is_watched_paused_tuned_and_stopped_from_outside(start):
     assert "staleness.max_staleness: 2 -> 3" in texts
     assert (folder / "report.html").stat().st_size > 10_000
     roles = accounted(read_timeline(run.folder.timeline))
-    assert {"trainer-0", "rollout-0", "rollout-1"} <= set(roles)
+    assert {"trainer-0", "rollout-0", "rollout-1", "relay-0"} <= set(roles)
     for role, (wall, covered, total) in roles.items():
         assert covered == pytest.approx(wall, rel=0.02), role
         assert total == pytest.approx(wall, rel=0.02), role

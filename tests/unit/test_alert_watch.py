@@ -1,7 +1,12 @@
 """Which alerts are news; and what an observer judges them by."""
 
+import pytest
+
+from laminar.config.root import LaminarConfig
 from laminar.dashboard.alerts import Alert, find_alerts
+from laminar.run_folder import RunFolder
 from laminar.telemetry.alert_watch import AlertWatch, Hearing
+from laminar.telemetry.observe import AlertSink, open_sinks
 from laminar.telemetry.stream import Event
 
 A, B = Alert("critical", "role_silent", "a is silent", "a"), Alert("critical", "role_silent", "b is silent", "b")
@@ -50,3 +55,29 @@ def test_what_is_counted_since_the_start_is_judged_by_its_growth():
     for failed, admitted in ((90.0, 100.0), (91.0, 200.0)):
         hearing.note_line({"kind": "step", "step": 1, "experience/failed": failed, "experience/admitted": admitted})
     assert names(hearing, 0.0) == []
+
+
+def config(**sections):
+    return LaminarConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
+
+
+class Outbox:
+    def __init__(self):
+        self.posted = []
+
+    def post(self, alert):
+        self.posted.append((alert.level, alert.name, alert.text))
+
+
+def test_what_the_supervisor_calls_an_alert_goes_out_at_once(tmp_path):
+    outbox = Outbox()
+    sink = AlertSink(config(), RunFolder.create(tmp_path, "a"), outbox)
+    sink.add_event(Event("rollout-0", "notice", 0.0, {}, {"text": "engine restarted"}))
+    sink.add_event(Event("supervisor", "alert", 0.0, {}, {"name": "run_failed", "text": "the run gave up: no room"}))
+    assert outbox.posted == [("critical", "run_failed", "the run gave up: no room")]
+
+
+@pytest.mark.parametrize(("metrics", "names"), [({}, ["TraceSink"]), ({"trace": False}, [])])
+def test_only_the_sinks_that_are_asked_for_are_opened(tmp_path, metrics, names):
+    sinks = open_sinks(config(metrics=metrics), RunFolder.create(tmp_path, "a"), "run-1")
+    assert [type(sink).__name__ for sink in sinks] == names

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.all import Outcome, read_outcome, table
+import benchmarks.all
+from benchmarks.all import LIMITS, Outcome, read_outcome, table
 from benchmarks.simulate_against_real import simulated
 from benchmarks.slopes import Growth, measure_growth
 from benchmarks.soak import command_name
@@ -166,6 +168,12 @@ def test_the_last_line_decides_and_without_one_the_reason_stands():
     assert read_outcome("buffer", 3.0, 1, '{"value": 1}').verdict == "ended with 1"
     assert read_outcome("buffer", 3.0, 0, "words").verdict == "its last line is no result"
     assert read_outcome("buffer", 3.0, 0, '{"value": 1}').verdict == "its last line is no result"
+
+
+def test_every_benchmark_with_a_quick_form_is_run():
+    folder = Path(benchmarks.all.__file__).parent
+    quick = {file.stem for file in folder.glob("*.py") if 'parser.add_argument("--quick"' in file.read_text()}
+    assert set(LIMITS) == quick
 
 
 def test_the_table_has_a_line_for_every_benchmark_also_for_one_that_told_nothing():

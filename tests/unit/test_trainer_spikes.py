@@ -50,6 +50,15 @@ def test_undefined_figures_are_left_to_the_other_net():
     assert judge.find({"loss": 3.1})
 
 
+def test_what_was_all_but_0_may_become_small_and_what_is_clipped_anyway_is_no_spike():
+    judge = SpikeDetector(SpikesConfig(min_updates=5), max_grad_norm=1.0)
+    for _ in range(5):
+        judge.add({"KL": 1e-12, "loss": 1e-9, "gradient norm": 1e-3})
+    assert judge.find({"KL": 0.01, "loss": 0.01, "gradient norm": 1.0}) is None
+    assert judge.find({"gradient norm": 1.01}).name == "gradient norm"
+    assert judge.find({"KL": 0.011}).name == "KL"
+
+
 def test_a_checkpoint_goes_on_with_the_same_scale():
     judge, other = detector([1.0, 3.0, 2.0, 5.0, 4.0, 9.0]), detector([])
     other.load_state(judge.state())
