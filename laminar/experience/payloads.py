@@ -18,6 +18,8 @@ from laminar.types import Trajectory, trajectory_id
 
 NUM_CONNECTIONS = 4
 MAX_CHUNK_BYTES = 4 * 1024**2
+LARGE_PAYLOAD_BYTES = 16 * 1024
+"""As `LARGE_PAYLOAD` in scripts/prelude.lua, where they are written."""
 
 
 class _Record(msgspec.Struct, array_like=True):
@@ -48,6 +50,11 @@ class _Place:
     group_id: str
     member: int
     num_bytes: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it has a key of its own."""
+        return self.num_bytes >= LARGE_PAYLOAD_BYTES
 
 
 async def fetch_groups(store: ExperienceStore, group_ids: Sequence[str]) -> list[tuple[Trajectory, ...]]:
@@ -93,8 +100,11 @@ async def _locate(store: ExperienceStore, group_ids: Sequence[str]) -> list[_Pla
 async def _read(store: ExperienceStore, chunk: Sequence[_Place]) -> list[bytes | None]:
     """The frames at these places; None where one is gone."""
     async with store.client.pipeline(transaction=False) as pipeline:
-        for group_id, places in groupby(chunk, attrgetter("group_id")):
-            pipeline.hmget(store.key(f"payloads:{group_id}"), [place.member for place in places])
+        for (group_id, is_large), places in groupby(chunk, attrgetter("group_id", "is_large")):
+            if is_large:
+                pipeline.mget([store.key(f"payload:{group_id}:{place.member}") for place in places])
+            else:
+                pipeline.hmget(store.key(f"payloads:{group_id}"), [place.member for place in places])
         rows = await pipeline.execute()
     return [frame for row in rows for frame in row]
 

@@ -114,12 +114,29 @@ local function reserve(header, bytes)
   header.reserved = bytes
 end
 
+-- Small payloads share their group's key; large ones have keys of their own, whose values a server keeps and sends uncopied.
+local LARGE_PAYLOAD = 16384
+
+local function large_key(id, member)
+  return prefix .. 'payload:' .. id .. ':' .. member
+end
+
+local function store_payload(id, member, bytes)
+  if #bytes >= LARGE_PAYLOAD then
+    call('SET', large_key(id, member), bytes)
+  else
+    call('HSET', prefix .. 'payloads:' .. id, member, bytes)
+  end
+end
+
 -- Deletes what a group's members stored; answers the bytes. `each` sees every good member's sampled tokens.
 local function drop_payloads(id, each)
   local key, bytes = prefix .. 'members:' .. id, 0
-  for _, packed in ipairs(call('HVALS', key)) do
-    local _, _, size, tokens, good = unpack(unpack_value(packed))
+  local flat = call('HGETALL', key)
+  for i = 1, #flat, 2 do
+    local _, _, size, tokens, good = unpack(unpack_value(flat[i + 1]))
     bytes = bytes + size
+    if good and size >= LARGE_PAYLOAD then call('UNLINK', large_key(id, flat[i])) end
     if each and good then each(tokens) end
   end
   call('UNLINK', key, prefix .. 'payloads:' .. id)

@@ -40,7 +40,7 @@ if not good and run.group_failure == 'refill' and kind ~= 'user_bug' and (header
   return answer('replay')
 end
 
-if good then call('HSET', prefix .. 'payloads:' .. group, member, payload) end
+if good then store_payload(group, member, payload) end
 call('HSET', members, member, pack({ request, attempt, bytes, tokens, good }))
 if header.has_partial then drop_partial(group, member) end
 count('running', -1)
