@@ -102,7 +102,7 @@ def _parts(config: LaminarConfig, model: Model, placed: Iterable[Placed]) -> dic
     found: defaultdict[Place, list[Part]] = defaultdict(list)
     driver = found[Place(0, "host")]
     driver.append(Part("Ray", "its own processes", RAY_BYTES))
-    driver += [Part(role, "programs", ROLE_PROGRAM_BYTES) for role in DRIVER_ROLES]
+    driver += [Part(role, "programs", ROLE_PROGRAM_BYTES) for role in _driver_roles(config)]
     if config.experience.redis_url == "embedded":
         driver.append(Part("data module", "full buffer", peak_buffer_bytes(config), "lower experience.max_bytes"))
     used = set()
@@ -179,12 +179,15 @@ def _roles_on(machine: int, plan: Plan, config: LaminarConfig) -> list[str]:
         lines.append(f"relay-{machine}")
     if machine == 0:
         data = ["data module"] if config.experience.redis_url == "embedded" else []
-        is_managed = config.rollout.wants_manager(config.rollout.num_workers)
-        others = [role for role in DRIVER_ROLES if role != "manager" or is_managed]
-        if not config.dashboard.enabled:
-            others.remove("dashboard")
-        lines.append(", ".join([*others, *data]))
+        lines.append(", ".join([*_driver_roles(config), *data]))
     return lines
+
+
+def _driver_roles(config: LaminarConfig) -> list[str]:
+    unwanted = set() if config.dashboard.enabled else {"dashboard"}
+    if not config.rollout.wants_manager(config.rollout.num_workers):
+        unwanted.add("manager")
+    return [role for role in DRIVER_ROLES if role not in unwanted]
 
 
 def gigabytes(number: float) -> str:
