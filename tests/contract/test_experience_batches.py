@@ -118,6 +118,25 @@ async def test_one_members_payload_deleted_by_a_stranger_is_an_error_too(make_ru
         await run.buffer.fetch([group])
 
 
+async def test_large_payloads_have_keys_of_their_own_that_live_and_end_with_their_group(make_run, trajectory_maker):
+    run = await make_run(group_size=3, prompts_per_step=2)
+    kept, lost = [group.group_id for group in (await run.claim("0.0", groups=2)).groups]
+    groups = {
+        name: [trajectory_maker.play(name, m, *["0.0"] * (1 if m == 1 else 1000)) for m in range(3)] for name in (kept, lost)
+    }
+    await run.buffer.submit_many([*groups[kept], *groups[lost]], "w")
+    assert await run.store.client.exists(*[run.store.key(f"payload:{kept}:{member}") for member in range(3)]) == 2
+    assert await run.buffer.fetch([lost, kept]) == [tuple(groups[lost]), tuple(groups[kept])]
+    await run.store.client.delete(run.store.key(f"payload:{lost}:2"))
+    with pytest.raises(ExperienceError, match=f"payload of trajectory {lost}-002 is gone"):
+        await run.buffer.fetch([lost])
+    await run.buffer.evict([lost], EvictionReason.STALE, reissue=False)
+    await run.step(1, [kept])
+    left = [key async for key in run.store.client.scan_iter(match=run.store.key("*"), count=1000)]
+    assert not [key for key in left if b"payload" in key or b"members" in key]
+    assert (await run.buffer.peek()).reserved_bytes == 0
+
+
 async def test_evicted_group_frees_its_slot_and_is_counted_by_reason(make_run):
     run = await make_run(max_staleness=0, group_size=2)
     (first, second) = [group.group_id for group in (await run.claim("0.0")).groups]
