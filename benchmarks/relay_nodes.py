@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.machines import Machines
+from laminar.allocator import keep_freed_memory
 from laminar.experience.server import EmbeddedServer
 from laminar.types import WeightVersion
 from relay.link import Credentials
 from relay.publisher import Publisher
-from relay.role import keep_freed_memory
+from relay.role import KEPT_PIECES_BYTES
 from relay.server import Chained, Relay
 from relay.store import VersionStore
 from relay.transports.base import Transport
@@ -127,7 +128,7 @@ def run_node(root: Path, redis_url: str, index: int, bytes_per_second: float | N
     logging.getLogger("laminar").setLevel(
         logging.ERROR
     )  # that relays end while others follow them is the end of a measurement
-    keep_freed_memory()
+    keep_freed_memory(KEPT_PIECES_BYTES)
     os.sched_setaffinity(0, {index % (os.cpu_count() or 1)})
     asyncio.run(_run(root, redis_url, index, bytes_per_second, host))
 

@@ -27,12 +27,16 @@ YOUNG_OBJECTS = 20_000
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
-def keep_freed_memory() -> bool:
-    """Set it for this process; returns whether its allocator knows of such a thing (glibc's does)."""
+def keep_freed_memory(kept_bytes: int = KEPT_BYTES) -> bool:
+    """Set it for this process; returns whether its allocator knows of such a thing (glibc's does, musl's does not).
+
+    Args:
+        kept_bytes: free memory at the end of the heap that is not given back.
+    """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return False
-    return bool(libc.mallopt(_TRIM_THRESHOLD, KEPT_BYTES) and libc.mallopt(_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES))
+    return bool(libc.mallopt(_TRIM_THRESHOLD, kept_bytes) and libc.mallopt(_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES))
 
 
 def exempt_from_collection() -> None:

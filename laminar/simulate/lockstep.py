@@ -5,42 +5,29 @@ A batch is shared out beforehand, as evenly as its number of groups allows; nobo
 
 from collections.abc import Generator
 
-from simpy import Environment, Event
+from simpy import Event
 
-from laminar.simulate.buffer import SimulatedBuffer
-from laminar.simulate.cluster import Cluster
 from laminar.simulate.fleet import Fleet
 from laminar.simulate.recorder import Recorder
 from laminar.simulate.requests import Group
-from laminar.simulate.system import System
 
 
 class LockstepRun:
     """See the module.
 
     Args:
-        env: the simulation.
-        cluster, system: what is simulated.
+        fleet: the replicas, with what they are part of.
         prompts_per_step: B.
-        buffer, fleet, recorder: of the run.
+        recorder: of the run.
     """
 
-    def __init__(
-        self,
-        env: Environment,
-        cluster: Cluster,
-        system: System,
-        prompts_per_step: int,
-        buffer: SimulatedBuffer,
-        fleet: Fleet,
-        recorder: Recorder,
-    ) -> None:
-        self._env, self._cluster, self._system, self._size = env, cluster, system, prompts_per_step
-        self._buffer, self._fleet, self._recorder = buffer, fleet, recorder
+    def __init__(self, fleet: Fleet, prompts_per_step: int, recorder: Recorder) -> None:
+        self._env, self._cluster, self._system, self._buffer = fleet.env, fleet.cluster, fleet.system, fleet.buffer
+        self._fleet, self._size, self._recorder = fleet, prompts_per_step, recorder
         self._ready: list[Group] = []
         self._wanted = 0
         self._enough: Event | None = None
-        self._published: Event = env.event()
+        self._published: Event = fleet.env.event()
 
     def run(self, num_steps: int) -> Generator[Event, None, None]:
         """Train so many steps; the systems differ only in what runs beside what."""

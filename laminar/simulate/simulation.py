@@ -54,7 +54,7 @@ def simulate(
     engines = [worker.engine for worker in fleet.workers]
     recorder = Recorder(engines, warm_steps, lambda: float(env.now))
     kind = LockstepRun if system.is_lockstep else AsynchronousTrainer
-    trainer = kind(env, cluster, system, workload.prompts_per_step, buffer, fleet, recorder)
+    trainer = kind(fleet, workload.prompts_per_step, recorder)
     notes.append(trainer.note)
     if curve:
         env.process(_draw(env, recorder))
