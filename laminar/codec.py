@@ -27,6 +27,13 @@ _TRAJECTORY = 1
 _PROMPT = 2
 _NAMES = {_TRAJECTORY: "trajectory", _PROMPT: "prompt"}
 
+_RUN_HEADER = struct.Struct(">BI")
+_RUN_MARK = 0xC6
+"""Of msgpack's binary values with a length of 32 bits."""
+_NOTHING = memoryview(b"")
+_EMPTY_RUN = b"\xc4\x00"
+"""msgpack's shortest binary value, an empty one."""
+
 _GIVEN = -1
 """Stands for the lineage and the number of a given segment."""
 
@@ -49,15 +56,18 @@ _PROMPT_DECODER = msgspec.msgpack.Decoder(Prompt)
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """One frame, marked with the trajectory's format version."""
+    """One frame, marked with the trajectory's format version. The arrays are copied once, into it."""
     segments = [segment for chain in trajectory.chains for segment in chain.segments]
     body = _TrajectoryBody(
         *_plain_values(trajectory),
         chains=[[_segment_row(segment) for segment in chain.segments] for chain in trajectory.chains],
-        token_ids=memoryview(b"".join([_bytes(s.token_ids) for s in segments])),
-        logprobs=memoryview(b"".join([_bytes(s.logprobs) for s in segments if s.logprobs is not None])),
+        token_ids=_NOTHING,
+        logprobs=_NOTHING,
     )
-    return _seal(_TRAJECTORY, trajectory.format_version, _ENCODER.encode(body))
+    plain = _ENCODER.encode(body).removesuffix(2 * _EMPTY_RUN)
+    token_ids = _run([_bytes(segment.token_ids) for segment in segments])
+    logprobs = _run([_bytes(segment.logprobs) for segment in segments if segment.logprobs is not None])
+    return _seal(_TRAJECTORY, trajectory.format_version, plain, *token_ids, *logprobs)
 
 
 def decode_trajectory(frame: bytes) -> Trajectory:
@@ -102,6 +112,12 @@ def _bytes(array: Int32Array | Float32Array) -> memoryview | bytes:
     return array.data if array.flags.c_contiguous else array.tobytes()
 
 
+def _run(parts: list[memoryview | bytes]) -> list[memoryview | bytes]:
+    """Arrays' bytes as one binary value of msgpack."""
+    num_bytes = sum(memoryview(part).nbytes for part in parts)
+    return [_RUN_HEADER.pack(_RUN_MARK, num_bytes), *parts]
+
+
 def _segment_row(segment: Segment) -> tuple[int, int, int, int]:
     if segment.version is None:
         return len(segment), _GIVEN, _GIVEN, 0
@@ -130,12 +146,15 @@ def _chains(body: Any) -> tuple[Chain, ...]:
     return tuple(chains)
 
 
-def _checksum(kind: int, version: int, body: bytes | memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(body, seed=kind << 16 | version)
+def _checksum(kind: int, version: int, *body: bytes | memoryview) -> int:
+    state = xxhash.xxh3_64(seed=kind << 16 | version)
+    for part in body:
+        state.update(part)
+    return state.intdigest()
 
 
-def _seal(kind: int, version: int, body: bytes) -> bytes:
-    return b"".join((_HEADER.pack(_MAGIC, kind, version, _checksum(kind, version, body)), body))
+def _seal(kind: int, version: int, *body: bytes | memoryview) -> bytes:
+    return b"".join((_HEADER.pack(_MAGIC, kind, version, _checksum(kind, version, *body)), *body))
 
 
 def _unseal(decoder: "msgspec.msgpack.Decoder[Value]", kind: int, frame: bytes) -> Value:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 """Longest wait for one answer; a script takes milliseconds, a 64 MB payload over a network takes seconds."""
+READ_BYTES = 1024 * 1024
 PAUSE_SECONDS = 0.1
 MAX_CONNECTIONS = 16
 NEEDED_POLICY = "noeviction"
@@ -79,6 +80,7 @@ async def connect(url: str, *, patience_seconds: float = 0.0) -> Redis:
             max_connections=MAX_CONNECTIONS,
             timeout=ANSWER_SECONDS,
             socket_timeout=ANSWER_SECONDS,
+            socket_read_size=READ_BYTES,
             socket_connect_timeout=CONNECT_SECONDS,
             retry=Retry(NoBackoff(), 0),
         )

@@ -147,6 +147,9 @@ class EmbeddedServer:
             "dir": f'"{self._folder}"',
             "appendonly": "yes",
             "appendfsync": "everysec",
+            # A rewrite forks and writes what is alive: token ids hardly compress, and a small file need not be made smaller.
+            "auto-aof-rewrite-min-size": "512mb",
+            "rdbcompression": "no",
             "save": '""',
             "maxmemory-policy": "noeviction",
             "databases": "1",

@@ -1,7 +1,8 @@
 """How trajectories are handed in: payloads and what to know of them, many in one script call, two calls under way at once.
 
-Invariants: a payload is stored by the very script that accepts it, and only then, so nothing overwrites what was accepted;
-every try of one call uses the same request id, so a repeated try changes nothing.
+Invariants: a payload is put in its place by the very script that accepts it, and only then, so nothing overwrites what was
+accepted; every try of one call uses the same request id, so a repeated try changes nothing. A large payload waits beside its
+request, where only that script finds it; one whose script never ran expires.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import redis
 from laminar.codec import encode_trajectory
 from laminar.errors import ExperienceError
 from laminar.experience.answers import SubmitOutcome
+from laminar.experience.payloads import LARGE_PAYLOAD_BYTES
 from laminar.experience.store import ExperienceStore, as_experience_error, new_request_id, unpack
 from laminar.types import Trajectory
 
@@ -28,6 +30,8 @@ MAX_BYTES_AT_ONCE = 1024 * 1024
 CALLS_UNDER_WAY = 2
 """The server works on one call while the next one is encoded."""
 MAX_FAILURE_CHARACTERS = 500
+STAGED_SECONDS = 600
+"""How long a large payload waits for its script, which comes with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +125,42 @@ def _parcel(place: int, request_id: str, trajectory: Trajectory, worker: str) ->
 
 
 async def _send(store: ExperienceStore, parcels: list[_Parcel], waited_seconds: float) -> list[SubmitOutcome | None]:
-    """One script call; None where the server lacks memory."""
+    """One script call, large payloads before it; None where the server lacks memory."""
     waited_ms = round(waited_seconds * 1000)
-    requests = [(parcel.request_id, (*parcel.arguments, waited_ms), parcel.payload) for parcel in parcels]
+    large = {parcel.request_id: parcel.payload for parcel in parcels if len(parcel.payload) >= LARGE_PAYLOAD_BYTES}
+    requests = [
+        (parcel.request_id, (*parcel.arguments, waited_ms), b"" if parcel.request_id in large else parcel.payload)
+        for parcel in parcels
+    ]
     command = store.batch("submit", requests)
     try:
         try:
-            answers = await store.client.execute_command(*command)
+            answers = await _call(store, large, command)
         except redis.exceptions.NoScriptError:
             await store.load("submit", repeated=True)
-            answers = await store.client.execute_command(*command)
+            answers = await _call(store, {}, command)
     except redis.exceptions.OutOfMemoryError:
         return [None] * len(parcels)
     return [_outcome(answer) for answer in answers]
 
 
-def _outcome(answer: Any) -> SubmitOutcome:
+async def _call(store: ExperienceStore, large: dict[str, bytes], command: tuple[Any, ...]) -> list[Any]:
+    """The script's answers; for a payload that found no memory it answers that itself."""
+    async with store.client.pipeline(transaction=False) as pipeline:
+        for request_id, payload in large.items():
+            pipeline.set(store.key(f"staged:{request_id}"), payload, ex=STAGED_SECONDS)
+        pipeline.execute_command(*command)
+        *staged, answers = await pipeline.execute(raise_on_error=False)
+    for answer in (*staged, answers):
+        is_answered_by_script = answer is not answers and isinstance(answer, redis.exceptions.OutOfMemoryError)
+        if isinstance(answer, Exception) and not is_answered_by_script:
+            raise answer
+    return list(answers)
+
+
+def _outcome(answer: Any) -> SubmitOutcome | None:
+    if answer is None:
+        return None
     if isinstance(answer, redis.ResponseError):
         raise as_experience_error(answer) from answer
     return SubmitOutcome(unpack(answer))

@@ -53,6 +53,44 @@ async def test_unknown_group_is_refused_and_leaves_no_payload(make_run, trajecto
     assert await payload_keys(run) == []
 
 
+async def test_large_payload_is_staged_for_its_script_alone(make_run, trajectory_maker):
+    run = await make_run()
+    group, client = await claim_one(run), run.store.client
+    first, other = (trajectory_maker.play(group, 0, *["0.0"] * 1000, reward=reward) for reward in (1.0, 0.0))
+    assert await run.buffer.submit(first, "w") is SubmitOutcome.ACCEPTED
+    assert await run.buffer.submit(other, "w") is SubmitOutcome.DUPLICATE
+    unknown = trajectory_maker.play("00000099", 0, *["0.0"] * 1000)
+    assert await run.buffer.submit(unknown, "w") is SubmitOutcome.REFUSED_UNKNOWN
+    keys = [key async for key in client.scan_iter(match=run.store.key("*"), count=1000)]
+    assert not [key for key in keys if b"staged" in key]
+    assert await client.ttl(run.store.key(f"payload:{group}:0")) == -1, "accepted: it must not expire"
+    assert await run.buffer.fetch([group]) == [(first,)]
+
+
+async def test_staged_payload_that_is_gone_before_its_script_is_sent_again(make_run, trajectory_maker):
+    """As after a server that lost its last second between the two."""
+    run = await make_run()
+    group = await claim_one(run)
+    big = trajectory_maker.play(group, 0, *["0.0"] * 1000)
+    sets, pipeline = [], run.store.client.pipeline
+
+    def losing(*args, **options):
+        made = pipeline(*args, **options)
+        keep = made.set
+
+        def forget_first(name, value, **settings):
+            sets.append(name)
+            return keep(name if len(sets) > 1 else f"{name}:elsewhere", value, **settings)
+
+        made.set = forget_first
+        return made
+
+    run.store.client.pipeline = losing
+    assert await run.buffer.submit(big, "w") is SubmitOutcome.ACCEPTED
+    assert len(sets) == 2
+    assert await run.buffer.fetch([group]) == [(big,)]
+
+
 async def test_member_that_does_not_exist_is_an_error(make_run, trajectory_maker):
     run = await make_run(group_size=2)
     group = await claim_one(run)

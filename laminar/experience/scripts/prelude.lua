@@ -114,19 +114,28 @@ local function reserve(header, bytes)
   header.reserved = bytes
 end
 
--- Small payloads share their group's key; large ones have keys of their own, whose values a server keeps and sends uncopied.
+-- Small payloads come as arguments and share their group's key. Large ones have keys of their own, whose values a server keeps and
+-- sends uncopied; their sender puts them beside the request beforehand, for a script copies each argument twice.
 local LARGE_PAYLOAD = 16384
 
 local function large_key(id, member)
   return prefix .. 'payload:' .. id .. ':' .. member
 end
 
-local function store_payload(id, member, bytes)
-  if #bytes >= LARGE_PAYLOAD then
-    call('SET', large_key(id, member), bytes)
-  else
-    call('HSET', prefix .. 'payloads:' .. id, member, bytes)
+local function staged_key()
+  return prefix .. 'staged:' .. request
+end
+
+-- False, and nothing is done, if the server had no memory for a large payload.
+local function store_payload(id, member, size)
+  if size < LARGE_PAYLOAD then
+    call('HSET', prefix .. 'payloads:' .. id, member, payload)
+    return true
   end
+  if call('EXISTS', staged_key()) == 0 then return false end
+  call('RENAME', staged_key(), large_key(id, member))
+  call('PERSIST', large_key(id, member))
+  return true
 end
 
 -- Deletes what a group's members stored; answers the bytes. `each` sees every good member's sampled tokens.

@@ -1,9 +1,11 @@
 #!lua
 -- args, a list: group, member, attempt, worker, good, kind, text, bytes, tokens, oldest, newest, waited_ms.
 -- The request id is kept in the member's record: a repeated request is known by it for as long as the group exists.
+-- Answers false if the server had no memory for a payload that was to be staged.
 local group, member, attempt, worker, good, kind, text, bytes, tokens, oldest, newest, waited_ms = unpack(args)
 
 local function refuse(outcome)
+  if bytes >= LARGE_PAYLOAD then call('UNLINK', staged_key()) end
   return pack(outcome)
 end
 
@@ -18,7 +20,7 @@ end
 local members = prefix .. 'members:' .. group
 local earlier = header.done > 0 and call('HGET', members, member)
 if earlier then
-  if unpack_value(earlier)[1] == request then return pack('accepted') end
+  if unpack_value(earlier)[1] == request then return refuse('accepted') end
   return refuse('duplicate')
 end
 if header.state ~= 'in_flight' then return refuse('duplicate') end
@@ -40,7 +42,7 @@ if not good and run.group_failure == 'refill' and kind ~= 'user_bug' and (header
   return answer('replay')
 end
 
-if good then store_payload(group, member, payload) end
+if good and not store_payload(group, member, bytes) then return false end
 call('HSET', members, member, pack({ request, attempt, bytes, tokens, good }))
 if header.has_partial then drop_partial(group, member) end
 count('running', -1)
