@@ -65,9 +65,17 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         logprobs=_NOTHING,
     )
     plain = _ENCODER.encode(body).removesuffix(2 * _EMPTY_RUN)
-    token_ids = _run([_bytes(segment.token_ids) for segment in segments])
-    logprobs = _run([_bytes(segment.logprobs) for segment in segments if segment.logprobs is not None])
-    return _seal(_TRAJECTORY, trajectory.format_version, plain, *token_ids, *logprobs)
+    token_ids = [segment.token_ids for segment in segments]
+    logprobs = [segment.logprobs for segment in segments if segment.logprobs is not None]
+    return _seal(
+        _TRAJECTORY,
+        trajectory.format_version,
+        plain,
+        _RUN_HEADER.pack(_RUN_MARK, sum([array.nbytes for array in token_ids])),
+        *map(_bytes, token_ids),
+        _RUN_HEADER.pack(_RUN_MARK, sum([array.nbytes for array in logprobs])),
+        *map(_bytes, logprobs),
+    )
 
 
 def decode_trajectory(frame: bytes) -> Trajectory:
@@ -112,12 +120,6 @@ def _bytes(array: Int32Array | Float32Array) -> memoryview | bytes:
     return array.data if array.flags.c_contiguous else array.tobytes()
 
 
-def _run(parts: list[memoryview | bytes]) -> list[memoryview | bytes]:
-    """Arrays' bytes as one binary value of msgpack."""
-    num_bytes = sum(memoryview(part).nbytes for part in parts)
-    return [_RUN_HEADER.pack(_RUN_MARK, num_bytes), *parts]
-
-
 def _segment_row(segment: Segment) -> tuple[int, int, int, int]:
     if segment.version is None:
         return len(segment), _GIVEN, _GIVEN, 0
@@ -146,15 +148,13 @@ def _chains(body: Any) -> tuple[Chain, ...]:
     return tuple(chains)
 
 
-def _checksum(kind: int, version: int, *body: bytes | memoryview) -> int:
-    state = xxhash.xxh3_64(seed=kind << 16 | version)
-    for part in body:
-        state.update(part)
-    return state.intdigest()
+def _checksum(kind: int, version: int, body: bytes | memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(body, seed=kind << 16 | version)
 
 
-def _seal(kind: int, version: int, *body: bytes | memoryview) -> bytes:
-    return b"".join((_HEADER.pack(_MAGIC, kind, version, _checksum(kind, version, *body)), *body))
+def _seal(kind: int, version: int, *parts: bytes | memoryview) -> bytes:
+    body = b"".join(parts)
+    return _HEADER.pack(_MAGIC, kind, version, _checksum(kind, version, body)) + body
 
 
 def _unseal(decoder: "msgspec.msgpack.Decoder[Value]", kind: int, frame: bytes) -> Value:

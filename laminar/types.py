@@ -118,6 +118,9 @@ class SamplingParameters:
             raise InvariantError(f"top_k {self.top_k} must be -1 (off) or 1 or more")
 
 
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """Consecutive tokens from one source.
@@ -136,11 +139,11 @@ class Segment:
     masked_head_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.token_ids.dtype != np.int32 or self.token_ids.ndim != 1:
+        if self.token_ids.dtype != _INT32 or self.token_ids.ndim != 1:
             raise InvariantError(f"segment token_ids must be (T,) int32, not {self.token_ids.dtype} {self.token_ids.shape}")
         if (self.version is None) != (self.logprobs is None):
             raise InvariantError("a segment is sampled (version and log-probs) or given (neither)")
-        if self.logprobs is not None and (self.logprobs.dtype != np.float32 or self.logprobs.shape != self.token_ids.shape):
+        if self.logprobs is not None and (self.logprobs.dtype != _FLOAT32 or self.logprobs.shape != self.token_ids.shape):
             raise InvariantError(
                 f"sampled segment: {self.logprobs.shape} {self.logprobs.dtype} log-probs for {self.token_ids.shape} tokens; "
                 "the engine must return one float32 log-prob for every token id"

@@ -124,11 +124,12 @@ def _chunks(places: list[_Place]) -> list[list[_Place]]:
 
 
 def _decoded(place: _Place, frame: bytes | None) -> Trajectory:
-    name = trajectory_id(place.group_id, place.member)
     if frame is None:
+        name = trajectory_id(place.group_id, place.member)
         text = f"payload of trajectory {name} is gone from Redis, deleted by somebody else"
         raise PayloadLostError(place.group_id, text)
     trajectory = decode_trajectory(frame)
     if trajectory.group_id != place.group_id or trajectory.member != place.member:
+        name = trajectory_id(place.group_id, place.member)
         raise ExperienceError(f"payload of trajectory {name} holds trajectory {trajectory.trajectory_id}")
     return trajectory

@@ -57,7 +57,7 @@ local function answer(value)
   return packed
 end
 
--- While a script runs for many requests, headers and counters are written once, at its end (`repeat.lua`).
+-- While a script runs for many requests, headers, counters and members are written once, at its end (`repeat.lua`).
 local late
 
 local function count(name, number)
@@ -67,6 +67,33 @@ local function count(name, number)
   else
     call('HINCRBY', COUNTERS, name, number)
   end
+end
+
+-- A hash's fields, written at once. Of a hash of that many fields, `got` asks the server only if not all of them wait here.
+local function put(key, field, value)
+  if not late then return call('HSET', key, field, value) end
+  local waiting = late.hashes[key] or { count = 0, values = {} }
+  late.hashes[key] = waiting
+  waiting.count, waiting.values[field] = waiting.count + 1, value
+end
+
+local function got(key, field, num_fields)
+  local waiting = late and late.hashes[key]
+  if waiting and (waiting.values[field] or waiting.count == num_fields) then return waiting.values[field] end
+  return num_fields > 0 and call('HGET', key, field)
+end
+
+local function write_hashes()
+  if not late then return end
+  for key, waiting in pairs(late.hashes) do
+    local flat = {}
+    for field, value in pairs(waiting.values) do
+      flat[#flat + 1] = field
+      flat[#flat + 1] = value
+    end
+    call('HSET', key, unpack(flat))
+  end
+  late.hashes = {}
 end
 
 local function event(kind, group, detail)
@@ -129,7 +156,7 @@ end
 -- False, and nothing is done, if the server had no memory for a large payload.
 local function store_payload(id, member, size)
   if size < LARGE_PAYLOAD then
-    call('HSET', prefix .. 'payloads:' .. id, member, payload)
+    put(prefix .. 'payloads:' .. id, member, payload)
     return true
   end
   if call('EXISTS', staged_key()) == 0 then return false end
@@ -140,6 +167,7 @@ end
 
 -- Deletes what a group's members stored; answers the bytes. `each` sees every good member's sampled tokens.
 local function drop_payloads(id, each)
+  write_hashes()
   local key, bytes = prefix .. 'members:' .. id, 0
   local flat = call('HGETALL', key)
   for i = 1, #flat, 2 do

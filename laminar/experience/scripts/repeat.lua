@@ -3,12 +3,13 @@ local function once()
 -- BODY
 end
 
-late = { counts = {}, headers = {} }
+late = { counts = {}, headers = {}, hashes = {} }
 local answers = {}
 for i, one in ipairs(args) do
   request, args, payload = one[1], one[2], ARGV[i + 2]
   answers[#answers + 1] = once()
 end
+write_hashes()
 local written = late
 late = nil
 for name, number in pairs(written.counts) do

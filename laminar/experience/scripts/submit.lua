@@ -18,7 +18,7 @@ if member < 0 or member >= header.size then
   return fail('group ' .. group .. ' has ' .. header.size .. ' members, there is no member ' .. member)
 end
 local members = prefix .. 'members:' .. group
-local earlier = header.done > 0 and call('HGET', members, member)
+local earlier = got(members, member, header.done)
 if earlier then
   if unpack_value(earlier)[1] == request then return refuse('accepted') end
   return refuse('duplicate')
@@ -43,7 +43,7 @@ if not good and run.group_failure == 'refill' and kind ~= 'user_bug' and (header
 end
 
 if good and not store_payload(group, member, bytes) then return false end
-call('HSET', members, member, pack({ request, attempt, bytes, tokens, good }))
+put(members, member, pack({ request, attempt, bytes, tokens, good }))
 if header.has_partial then drop_partial(group, member) end
 count('running', -1)
 count('waited_for_memory_ms', waited_ms)
