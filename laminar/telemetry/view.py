@@ -28,6 +28,9 @@ LARGEST = (
 SMALLEST = ("weights/broadcast_bytes_per_second", "weights/pull_bytes_per_second")
 """What relays and workers last measured of a version, shown with every step as that of the worst of them."""
 
+UNKNOWN = -1.0
+"""Version number of an engine that is being restarted."""
+
 
 @dataclass(slots=True)
 class GenerationMeter:
@@ -77,6 +80,7 @@ class RunView:
     workers: dict[str, dict[str, float]] = field(default_factory=dict)
     roles: dict[str, dict[str, float]] = field(default_factory=dict)
     relays: dict[str, dict[str, float]] = field(default_factory=dict)
+    system: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     step_ends: list[float] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
@@ -127,6 +131,8 @@ class RunView:
             case "relay":
                 self.roles[event.role] = event.metrics
                 self.relays[event.role] = event.metrics
+            case "system":
+                self.system = event.metrics
             case "evaluation":
                 self.accuracies[int(event.fields["step"])] = event.metrics["eval/accuracy"]
             case "waiting":
@@ -160,7 +166,7 @@ class RunView:
             metrics[name] = self._totals[name].report(event.role, metrics[name])
         for name in SUMMED_OVER_WORKERS:
             metrics[name] = self._totals[name].value
-        metrics |= self._worst_of_roles()
+        metrics |= self._worst_of_roles() | self.system
         for name, value in metrics.items():
             if name.startswith("staleness/histogram_"):
                 self.staleness[int(name.rpartition("_")[2])] += int(value)
@@ -176,6 +182,9 @@ class RunView:
             for name in names:
                 if values := [role[name] for role in roles if name in role]:
                     worst[name] = pick(values)
+        held = [worker.get("worker/version_number", UNKNOWN) for worker in self.workers.values()]
+        if known := [number for number in held if number != UNKNOWN]:
+            worst["weights/min_replica_version"] = min(known)
         return worst
 
     def seconds_left(self) -> float | None:

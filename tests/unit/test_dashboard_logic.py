@@ -266,7 +266,7 @@ def test_prometheus_text_is_read_back_by_the_reference_parser():
     text = render_metrics(
         [
             ("train/loss", run, 0.25), ("staleness/histogram_2", run, 7.0), ("reward/term_digits", run, 1.0),
-            ("time/state_idle_staleness_seconds", {**run, "role": "rollout-0"}, 3.5), ("not/declared", run, 1.0),
+            ("throughput/trained_tokens_per_second", run, 3.5), ("not/declared", run, 1.0),
         ],
         [("laminar_up", "whether it lives", run, 1.0)],
     )  # fmt: skip
@@ -276,9 +276,21 @@ def test_prometheus_text_is_read_back_by_the_reference_parser():
         ("laminar_train_loss", r): 0.25,
         ("laminar_staleness_histogram", r, ("versions", "2")): 7.0,
         ("laminar_reward_term", r, ("term", "digits")): 1.0,
-        ("laminar_time_state_seconds", ("role", "rollout-0"), r, ("state", "idle_staleness")): 3.5,
+        ("laminar_throughput_trained_tokens_per_second", r): 3.5,
         ("laminar_up", r): 1.0,
     }
+
+
+def test_what_only_rises_is_a_counter_and_the_rest_is_a_gauge():
+    role = {"role": "rollout-0"}
+    text = render_metrics(
+        [("time/state_idle_staleness_seconds", role, 3.5), ("experience/failed", {}, 2.0), ("train/loss", {}, 1.0)]
+    )
+    assert "# TYPE laminar_time_state_seconds counter\n" in text
+    assert 'laminar_time_state_seconds{role="rollout-0",state="idle_staleness"} 3.5\n' in text
+    assert "# TYPE laminar_experience_failed counter\n" in text
+    assert "# TYPE laminar_train_loss gauge\n" in text
+    assert {f.type for f in text_string_to_metric_families(text)} == {"counter", "gauge"}
 
 
 def test_every_declared_metric_has_a_name_that_prometheus_takes():

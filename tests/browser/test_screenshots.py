@@ -1,0 +1,65 @@
+"""A picture of every page, of a real run; `make screenshots` puts them where the deploy docs show them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+STEPS = 60
+"""Of the run, before the first picture: curves should have a shape."""
+WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
+ONE = "trajectories-one"
+PICTURES = {
+    "overview": ("light", WIDE), "timeline": ("light", WIDE), "staleness": ("dark", WIDE), "rollouts": ("light", WIDE),
+    "weights": ("light", WIDE), "trajectories": ("light", WIDE), ONE: ("light", WIDE), "alerts": ("light", WIDE),
+    "config": ("light", WIDE), "logs": ("dark", WIDE), "overview-phone": ("light", PHONE),
+    "timeline-phone": ("light", PHONE),
+}  # fmt: skip
+LONG = ("config", "logs", "trajectories")
+"""Pages of which the top is enough."""
+
+
+@pytest.fixture(scope="session")
+def gallery(tmp_path_factory):
+    """Where pictures go: the folder that `LAMINAR_SCREENSHOTS` names, or one that is thrown away."""
+    named = os.environ.get("LAMINAR_SCREENSHOTS")
+    return Path(named) if named else tmp_path_factory.mktemp("screenshots")
+
+
+def fill(page, name):
+    """Wait until a page shows what it has."""
+    if name.startswith("trajectories"):
+        page.wait_for_selector("tbody tr a")
+        if name == ONE:
+            page.select_option('select[name="outcome"]', "trained")
+            page.select_option('select[name="order"]', "stalest")
+            page.wait_for_function(
+                "() => /^[1-9]/.test(document.querySelector('tbody tr td:nth-child(7)')?.textContent ?? '')"
+            )
+            page.locator("tbody tr a").first.click()
+            page.wait_for_selector("#tokens span.fill0")
+    elif name in ("config", "logs"):
+        page.wait_for_function("() => document.querySelector('main pre').textContent.split('\\n').length > 20")
+    elif name.startswith("timeline"):
+        page.wait_for_selector(".legend .swatch")
+        page.wait_for_function("() => document.querySelectorAll('tbody tr').length >= 5")
+    elif name != "alerts":
+        page.wait_for_function(
+            "() => { const plots = [...document.querySelectorAll('.plot[role=img]')]; return plots.length > 0"
+            " && plots.every((plot) => plot.querySelector('canvas') && /now .*\\d/.test(plot.ariaLabel)); }"
+        )
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_every_page_shows_what_it_has_and_is_pictured(page, live, gallery, name):
+    live.wait_for_step(STEPS)
+    theme, size = PICTURES[name]
+    page.emulate_media(color_scheme=theme)
+    page.set_viewport_size(size)
+    page.goto(f"{live.url}/#/{name.partition('-')[0]}")
+    fill(page, name)
+    page.mouse.move(1, 1)
+    page.screenshot(path=gallery / f"{name}.png", full_page=name not in LONG and size is WIDE)
+    assert (gallery / f"{name}.png").stat().st_size > 8000
