@@ -8,12 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
+from laminar.dashboard.history import History
 from laminar.errors import LaminarError
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.store import ExperienceStore
 from laminar.run_folder import RunFolder, RunState
-from laminar.telemetry.files import read_lines
+
+RECENT_STEPS = 20
+"""Over which tokens a second are told: one step alone says little."""
 
 
 def status(
@@ -35,17 +38,18 @@ def collect(folder: RunFolder) -> dict[str, Any]:
     alive = folder.is_alive()
     words = state.status if alive or state.status in ("finished", "stopped", "failed") else f"dead while {state.status}"
     facts: dict[str, Any] = {"run": state.run_id, "status": words, "reason": state.reason, "lives": state.lives}
-    steps = [line for line in read_lines(folder.metrics) if line["kind"] == "step"] if folder.metrics.exists() else []
+    history = History(folder.metrics)
+    history.refresh()
     if alive and state.dashboard_url:
         facts["dashboard"] = state.dashboard_url
-    if steps:
-        last = steps[-1]
+    if history.steps:
+        last, recent = history.latest(), history.recent(RECENT_STEPS)
         facts |= {
-            "step": last["step"],
+            "step": history.steps[-1],
             "reward": round(last.get("reward/mean", float("nan")), 4),
             "staleness_max": last.get("staleness/versions_max"),
-            "trained_tokens_per_s": round(last.get("throughput/trained_tokens_per_second", 0)),
-            "generated_tokens_per_s": round(last.get("throughput/generated_tokens_per_second", 0)),
+            "trained_tokens_per_s": round(recent.get("throughput/trained_tokens_per_second", 0)),
+            "generated_tokens_per_s": round(recent.get("throughput/generated_tokens_per_second", 0)),
         }
     if alive and state.redis_url:
         facts |= asyncio.run(_from_buffer(state))

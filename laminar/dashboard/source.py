@@ -95,6 +95,7 @@ class RunSource:
             },
             "step": self.history.steps[-1] if self.history.steps else 0,
             "latest": latest,
+            "recent": self.history.recent(RECENT_STEPS),
             "roles": {
                 name: {
                     "state": role.state,

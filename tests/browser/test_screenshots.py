@@ -20,6 +20,13 @@ PICTURES = {
 LONG = ("config", "logs", "trajectories")
 """Pages of which the top is enough."""
 
+SCROLL_TO = """(heading) => {
+    const text = document.querySelector("main pre").firstChild, range = document.createRange();
+    const place = Math.max(0, text.data.indexOf(heading));
+    range.setStart(text, place); range.setEnd(text, place + 1);
+    if (heading) scrollTo(0, range.getBoundingClientRect().top - 120);
+}"""
+
 
 @pytest.fixture(scope="session")
 def gallery(tmp_path_factory):
@@ -34,17 +41,15 @@ def fill(page, name):
         page.wait_for_selector("tbody tr a")
         if name == ONE:
             page.select_option('select[name="outcome"]', "trained")
-            page.select_option('select[name="order"]', "stalest")
-            page.wait_for_function(
-                "() => /^[1-9]/.test(document.querySelector('tbody tr td:nth-child(7)')?.textContent ?? '')"
-            )
-            page.locator("tbody tr a").first.click()
-            page.wait_for_selector("#tokens span.fill0")
+            page.locator("tbody tr", has_text=" to ").first.locator("a").click()  # sampled by several versions
+            page.wait_for_selector("#tokens span.fill1")
     elif name in ("config", "logs"):
-        page.wait_for_function("() => document.querySelector('main pre').textContent.split('\\n').length > 20")
+        page.wait_for_function("() => document.querySelector('main pre').textContent.length > 200")
+        page.evaluate(SCROLL_TO, "[rollout]" if name == "config" else "")
     elif name.startswith("timeline"):
         page.wait_for_selector(".legend .swatch")
-        page.wait_for_function("() => document.querySelectorAll('tbody tr').length >= 5")
+        for role in ("trainer-0", "rollout-1", "relay-0"):
+            page.locator("tbody tr", has_text=role).wait_for()
     elif name != "alerts":
         page.wait_for_function(
             "() => { const plots = [...document.querySelectorAll('.plot[role=img]')]; return plots.length > 0"

@@ -197,6 +197,19 @@ def test_thinned_points_are_means_over_neighbouring_steps(metrics):
     assert thin == {"steps": [3, 6, 9, 10], "columns": {"a": [2.0, 5.0, 8.0, 10.0]}, "steps_per_point": 3}
 
 
+def test_rates_are_tokens_over_time_also_over_several_steps(metrics):
+    file, history = metrics
+    name = "throughput/trained_tokens_per_second"
+    for step, (rate, seconds) in enumerate([(9.0, 7.0), (100.0, 1.0), (10.0, 9.0), (50.0, 2.0), (20.0, 1.0)], start=1):
+        file.append("step", step, {name: rate, "time/step_seconds": seconds})
+    file.append("step", 6, {"time/step_seconds": 3.0})  # nothing is known of its tokens
+    history.refresh()
+    # (9 x 7 + 100 x 1 + 10 x 9) / 17, and (50 x 2 + 20 x 1) / 3
+    assert history.thinned(2, [name])["columns"][name] == pytest.approx([253 / 17, 40.0])
+    assert history.recent(4) == pytest.approx({name: 210 / 12, "time/step_seconds": 15 / 4})
+    assert History(history.path.with_name("none")).recent(4) == {}
+
+
 def test_shares_come_from_the_last_minutes_only():
     view = LiveView()
     for at, decode, idle in [(0.0, 0.0, 0.0), (100.0, 100.0, 0.0), (200.0, 100.0, 100.0)]:
