@@ -67,6 +67,15 @@ def test_a_kept_trajectory_is_shown_by_the_beginning_of_its_id(folder):
     assert record["chains"][0][1]["token_ids"] == [7, 8, 9]
 
 
+def test_kept_trajectories_are_listed_where_none_is_named(folder):
+    result = run_command("show", folder.path)
+    assert re.search(r"00000003-000 +0\.25 +3 +0 +- +- +", result.stdout), result.stdout
+    assert "1 of 1 kept" in " ".join(result.stdout.split())
+    (summary,) = json.loads(run_command("show", folder.path, "--json").stdout)
+    assert (summary["trajectory_id"], summary["num_sampled_tokens"]) == ("00000003-000", 3)
+    assert "'newest', 'reward_low'" in str(run_command("show", folder.path, "--order", "odd").exception)
+
+
 def test_a_trajectory_that_is_not_kept_is_refused_with_the_setting_to_change(folder):
     error = run_command("show", folder.path, "9").exception
     assert isinstance(error, ConfigError)
