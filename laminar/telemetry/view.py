@@ -79,6 +79,7 @@ class RunView:
     latest: dict[str, float] = field(default_factory=dict)
     workers: dict[str, dict[str, float]] = field(default_factory=dict)
     roles: dict[str, dict[str, float]] = field(default_factory=dict)
+    heard_at: dict[str, float] = field(default_factory=dict)
     relays: dict[str, dict[str, float]] = field(default_factory=dict)
     system: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
@@ -111,7 +112,8 @@ class RunView:
                 for name in SUMMED_OVER_WORKERS:
                     self._totals[name].remember(event.role, event.metrics.get(name, 0.0))
                 self.generation.begin(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
-                self.roles[event.role] = self.workers[event.role] = event.metrics
+                self.workers[event.role] = event.metrics
+                self._hear(event)
             case _:
                 self.apply(event)
 
@@ -121,15 +123,15 @@ class RunView:
             case "step":
                 return self._apply_step(event)
             case "clock":
-                self.roles[event.role] = event.metrics
+                self._hear(event)
             case "worker":
-                self.roles[event.role] = event.metrics
+                self._hear(event)
                 self.workers[event.role] = event.metrics
                 self.generation.report(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
                 for name in SUMMED_OVER_WORKERS:
                     self._totals[name].report(event.role, event.metrics.get(name, 0.0))
             case "relay":
-                self.roles[event.role] = event.metrics
+                self._hear(event)
                 self.relays[event.role] = event.metrics
             case "system":
                 self.system = event.metrics
@@ -142,11 +144,14 @@ class RunView:
                     self.restores = [*self.restores[-9:], str(event.fields["text"])]
                     self.notices = [*self.notices[-49:], self.restores[-1]]
             case "retired":
-                for known in (self.roles, self.workers, self.relays):
+                for known in (self.roles, self.workers, self.relays, self.heard_at):
                     known.pop(str(event.fields.get("role")), None)
             case "notice" | "control" | "alert":
                 self.notices = [*self.notices[-49:], f"{event.role}: {event.fields.get('text', '')}"]
         return {}
+
+    def _hear(self, event: Event) -> None:
+        self.roles[event.role], self.heard_at[event.role] = event.metrics, event.time
 
     def _apply_step(self, event: Event) -> dict[str, float]:
         metrics = dict(event.metrics)
