@@ -1,5 +1,5 @@
 // Charts over steps, drawn by uPlot (vendored). A chart knows metric names and colours, not where data comes from.
-import { clock, el, show } from "./dom.js";
+import { clock, el, percent, show } from "./dom.js";
 
 export const colour = (index) => css(`--c${((index % 8) + 8) % 8}`);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -21,6 +21,9 @@ export function cutPeaks(u, low, high) {
   const usual = values[Math.floor(0.98 * (values.length - 1))] ?? high;
   return [Math.min(0, low ?? 0), (high > 3 * usual && usual > 0 ? 1.5 * usual : 1.05 * high) || 1];
 }
+
+/* Of sums that `stacked` made, drawn from the topmost down: what a series adds to the one below it. */
+const ownShare = (data, place, index) => (index === null || index === undefined ? "–" : percent((data[place]?.[index] ?? 0) - (data[place + 1]?.[index] ?? 0)));
 
 /* Where each column has its last value. */
 const lastKnown = (data) => data.map((column) => {
@@ -58,7 +61,7 @@ export function lineChart({ title, note = "", unit = "", series, height = 200, t
         label: one.label, stroke: one.colour ?? colour(place), width: one.width ?? 1.8, dash: one.dash, spanGaps: true,
         fill: one.fill ? one.colour ?? colour(place) : undefined, points: { show: one.points ?? undefined, size: 5 },
         paths: one.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
-        value: (_, value) => (one.hidden ? "" : show(value)),
+        value: (u, value, place, index) => (one.stacked ? ownShare(u.data, place, index) : show(value)),
       }))],
     };
     chart.shown = new uPlot(options, chart.data, plot);

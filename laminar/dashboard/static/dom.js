@@ -20,7 +20,7 @@ export function show(value, digits = 3) {
   return size !== 0 && size < 0.001 ? value.toExponential(1) : value.toFixed(digits);
 }
 
-export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
+export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)}\u00a0%`);
 
 export function bytes(value) {
   if (value === null || value === undefined) return "–";

@@ -7,7 +7,7 @@ export const title = "Rollouts";
 export function open(root) {
   const replicas = table("Replicas", [{ title: "replica" }, { title: "state" }, { title: "version", num: true }, { title: "running", num: true }, { title: "waiting", num: true },
     { title: "open", num: true }, { title: "cache", num: true }, { title: "tokens", num: true }, { title: "finished", num: true }, { title: "failed", num: true },
-    { title: "aborted", num: true }, { title: "moved away", num: true }, { title: "guests", num: true }, { title: "restarts", num: true }, { title: "decode", num: true }, { title: "idle", num: true }]);
+    { title: "aborted", num: true }, { title: "moved", num: true }, { title: "guests", num: true }, { title: "restarts", num: true }, { title: "decode", num: true }, { title: "idle", num: true }]);
   const charts = el("div", { class: "charts" });
   root.append(el("h1", {}, title), el("div", { class: "card" }, replicas.element), el("h2", {}, "The last minutes"), charts);
   const drawn = {};

@@ -6,7 +6,7 @@ export const title = "Weights";
 
 export function open(root) {
   const tiles = { version: tile("Newest version"), bytes: tile("One version"), stall: tile("Publish stall"), skipped: tile("Skipped publishes") };
-  const relays = table("Relays, in the order of the chain", [{ title: "machine" }, { title: "node" }, { title: "newest" }, { title: "complete versions" }, { title: "store" }, { title: "heard at" }]);
+  const relays = table("Relays, in the order of the chain", [{ title: "machine" }, { title: "node" }, { title: "newest" }, { title: "complete versions" }, { title: "store" }, { title: "heard at" }], "Relays are shown while the run lives.");
   const swaps = table("Replicas", [{ title: "replica" }, { title: "version", num: true }, { title: "behind", num: true }, { title: "last swap", num: true }]);
   const stall = lineChart({ title: "Publish stall", unit: "s", note: "training stood still", series: [{ label: "stall", colour: colour(3) }] });
   const size = lineChart({ title: "Bytes published", unit: "MB", series: [{ label: "MB", colour: colour(0) }] });
