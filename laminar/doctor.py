@@ -129,10 +129,10 @@ def _gpu(config: LaminarConfig | None) -> Iterator[Finding]:
 def _loopback(_config: LaminarConfig | None) -> Iterator[Finding]:
     try:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.2", 0))
+            probe.bind(("127.0.0.1", 0))
         yield Finding("good", "loopback", "ports can be bound")
     except OSError as error:
-        yield Finding("bad", "loopback", f"127.0.0.2 cannot be bound ({error.strerror}); bring up the interface lo")
+        yield Finding("bad", "loopback", f"127.0.0.1 cannot be bound ({error.strerror}); bring up the interface lo")
 
 
 def _disk(config: LaminarConfig | None) -> Iterator[Finding]:

@@ -55,6 +55,7 @@ def test_a_run_is_watched_paused_tuned_and_stopped_from_outside(start):
     folder = run.folder.path
     url = run.folder.read_state().dashboard_url
 
+    assert run.open_ports() == []
     state = json.loads(get(f"{url}/api/state"))
     assert state["run"]["is_alive"]
     assert {"trainer-0", "rollout-0", "rollout-1"} <= set(state["roles"])
