@@ -315,12 +315,19 @@ def test_every_declared_metric_has_a_name_that_prometheus_takes():
 def test_secrets_are_starred_and_settings_are_not():
     tree = {
         "experience": {"redis_url": "redis://me:hunter2@host:6379/0"},
-        "environment": {"options": {"api_key": "sk-1", "judge_token": "t", "nested": [{"password": "p"}]}},
+        "environment": {
+            "options": {
+                "api_key": "sk-1",
+                "judge_token": "t",
+                "nested": [{"password": "p"}],
+                "headers": {"Authorization": "Bearer b", "X-Api-Key": "x"},
+            }
+        },
         "alerts": {"webhook": "https://chat.example/hooks/h00k"},
         "model": {"tokenizer": "models/tiny"},
         "rollout": {"max_new_tokens": 8},
     }
     shown = json.dumps(redact(tree))
-    assert not any(secret in shown for secret in ("hunter2", "sk-1", '"t"', '"p"', "h00k"))
+    assert not any(secret in shown for secret in ("hunter2", "sk-1", '"t"', '"p"', "h00k", "Bearer", '"x"'))
     assert "models/tiny" in shown
     assert redact(tree)["rollout"] == {"max_new_tokens": 8}
