@@ -16,6 +16,7 @@ from laminar.dashboard.source import RunSource
 from laminar.errors import EnvironmentSetupError
 from laminar.run_folder import RunFolder, RunState
 from laminar.telemetry.files import MetricsFile
+from laminar.telemetry.stream import Event
 from laminar.telemetry.timeline import TimelineFile
 from laminar.trajectories import append_step
 from rollout.scripted import CodePointTokenizer
@@ -94,6 +95,16 @@ async def test_the_state_of_a_finished_run_is_answered_from_its_folder(ask):
     assert (state["run"]["status"], state["run"]["is_alive"], state["step"]) == ("finished", False, 3)
     assert state["latest"]["train/loss"] == pytest.approx(0.5 / 3)
     assert state["roles"]["trainer-0"]["silent_seconds"] is None
+
+
+def test_a_worker_that_was_scaled_away_is_shown_no_more_while_the_run_lives(folder):
+    source = RunSource(folder)
+    source.feed.is_alive = True
+    for role in ("rollout-0", "rollout-1"):
+        source.feed.view.apply(Event(role, "worker", 1.0, {"time/state_decode_seconds": 1.0}, {}))
+    source.feed.view.apply(Event("supervisor", "retired", 2.0, {}, {"role": "rollout-1"}))
+    assert (list(source.state()["roles"]), list(source.replicas())) == (["rollout-0"], ["rollout-0"])
+    assert "rollout-1" not in source.prometheus()
 
 
 async def test_history_timeline_logs_config_and_metrics_are_answered(ask):
