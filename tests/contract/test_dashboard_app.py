@@ -9,9 +9,9 @@ import pytest
 
 from laminar.config.load import dump_toml
 from laminar.config.root import LaminarConfig
-from laminar.dashboard.address import bind, port_owner, url_of
+from laminar.dashboard.address import allowed_hosts, bind, port_owner, url_of
 from laminar.dashboard.app import FILES, make_app
-from laminar.dashboard.guard import MAX_BODY_BYTES
+from laminar.dashboard.guard import MAX_BODY_BYTES, Guard
 from laminar.dashboard.source import RunSource
 from laminar.errors import EnvironmentSetupError
 from laminar.run_folder import RunFolder, RunState
@@ -170,6 +170,28 @@ async def test_a_host_that_is_not_ours_is_refused(ask, host):
 @pytest.mark.parametrize("host", ["localhost:7860", "127.0.0.1", "[::1]:7860"])
 async def test_loopback_names_are_served(ask, host):
     assert (await ask("/api/state", host=host))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("bound_to", "name", "status"),
+    [
+        ("0.0.0.0", "10.1.2.3:7860", 200), ("::", "[fe80::1]:7860", 200), ("0.0.0.0", "evil.example", 421),
+        ("0.0.0.0", "10.1.2.3.evil.example", 421), ("0.0.0.0", "any address", 421), ("10.1.2.3", "10.1.2.3:7860", 200),
+        ("10.1.2.3", "10.1.2.4:7860", 421), ("127.0.0.1", "10.1.2.3:7860", 421),
+    ],
+)  # fmt: skip
+async def test_a_dashboard_that_is_open_to_others_is_called_by_its_numbers_and_by_no_foreign_name(bound_to, name, status):
+    answers = []
+
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message):
+        answers.append(message.get("status"))
+
+    scope = {"type": "http", "method": "GET", "headers": [(b"host", name.encode())], "query_string": b""}
+    await Guard(application, allowed_hosts(bound_to))(scope, None, send)
+    assert answers[0] == status
 
 
 async def test_another_pages_origin_is_refused_and_our_own_is_not(ask):

@@ -62,7 +62,9 @@ def test_a_run_is_watched_paused_tuned_and_stopped_from_outside(start):
     assert "laminar_train_loss{" in get(f"{url}/metrics")
 
     assert command("pause", folder).returncode == 0
-    assert json.loads(command("status", folder, "--json").stdout)["rollouts"] == "paused"
+    status = json.loads(command("status", folder, "--json").stdout)
+    assert (status["rollouts"], status["limited_by"][:20]) == ("paused", "Rollouts are paused:")
+    assert all(role in status["roles"] for role in ("trainer-0", "rollout-0", "rollout-1", "relay-0"))
     assert command("unpause", folder).returncode == 0
     assert command("set", folder, "staleness.max_staleness=3").returncode == 0
     refused = command("set", folder, "trainer.learning_rate=1")
