@@ -21,8 +21,8 @@ def algorithm_faults(config: LaminarConfig) -> Iterator[str]:
     comparing = comparing_rewards(config) if plays_greedy(config) else []
     if comparing:
         yield (
-            f'`rewards` has "{comparing[0]}", which judges siblings by each other, but {config.trainer.algorithm.kind} compares '
-            "with a greedy answer whose reward must not hang on the others (biased): remove it, or use kind "
+            f'`rewards` has "{comparing[0]}", which judges siblings by each other, but {config.trainer.algorithm.kind} '
+            "compares with a greedy answer, whose reward must not hang on the others (biased): remove it, or use kind "
             '"rloo" or "grpo"'
         )
     if getattr(options, "kl_coef", None) == 0 and config.model.reference:

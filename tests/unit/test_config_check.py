@@ -180,7 +180,7 @@ def test_unbiased_combinations_pass_without_a_word(folder, text):
         ('[[rewards]]\nkind = "relative_length"\n[eval]\npath = "data.jsonl"', "every reward compares siblings"),
         (
             REWARD + '[[rewards]]\nkind = "relative_length"\n[trainer.algorithm]\nkind = "remax"',
-            "whose reward must not hang on the others (biased)",
+            "greedy answer, whose reward must not hang on the others (biased)",
         ),
     ],
 )
