@@ -4,9 +4,9 @@ Order: first the number (it frees the slots of the step's groups), then the weig
 number that the data module does not know. A version that finds every slot leased is offered again until it is complete or
 superseded.
 
-The copy goes on beside the forward and backward passes of the next step and ends before its first update. Only rank 0 writes.
-Under ZeRO 3 no rank has whole weights: whoever takes the tensors makes all ranks gather them, bucket by bucket
-(`trainer.gathering`), so the memory that a publish needs beside the slot is one bucket on each rank, and training waits for it.
+The copy goes on beside the forward and backward passes of the next step and ends before its first update. Only rank 0
+writes. Under ZeRO 3 no rank has whole weights: whoever takes the tensors makes all ranks gather them, bucket by bucket
+(`trainer.gathering`), so what a publish needs beside the slot is one bucket on each rank, and training waits for it.
 """
 
 import contextlib
