@@ -1,6 +1,7 @@
 """A picture of every page, of a real run; `make screenshots` puts them where the deploy docs show them."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ SCROLL_TO = """(heading) => {
     const text = document.querySelector("main pre").firstChild, range = document.createRange();
     const place = Math.max(0, text.data.indexOf(heading));
     range.setStart(text, place); range.setEnd(text, place + 1);
-    if (heading) scrollTo(0, range.getBoundingClientRect().top - 120);
+    scrollTo(0, range.getBoundingClientRect().top - 120);
 }"""
 
 
@@ -41,11 +42,15 @@ def fill(page, name):
         page.wait_for_selector("tbody tr a")
         if name == ONE:
             page.select_option('select[name="outcome"]', "trained")
-            page.locator("tbody tr", has_text=" to ").first.locator("a").click()  # sampled by several versions
+            mixed = page.locator("tbody tr", has_text=re.compile(r"\d to \d"))  # sampled by several versions
+            mixed.first.locator("a").click()
             page.wait_for_selector("#tokens span.fill1")
     elif name in ("config", "logs"):
         page.wait_for_function("() => document.querySelector('main pre').textContent.length > 200")
-        page.evaluate(SCROLL_TO, "[rollout]" if name == "config" else "")
+        if name == "config":
+            page.evaluate(SCROLL_TO, "[rollout]")
+        else:
+            page.get_by_label("Lines that contain").fill("laminar")
     elif name.startswith("timeline"):
         page.wait_for_selector(".legend .swatch")
         for role in ("trainer-0", "rollout-1", "relay-0"):
