@@ -15,6 +15,8 @@ from laminar.run_folder import RunFolder
 RECENT_STEPS = 20
 """Over which tokens a second are told: one step alone says little."""
 
+COUNTS = ("admitted", "running", "buffered", "taken", "trained", "filtered", "evicted", "failed", "reissued", "refilled")
+
 
 def status(
     folder: Annotated[Path, typer.Argument(help="The run folder")],
@@ -26,8 +28,23 @@ def status(
         typer.echo(json.dumps(facts))
     else:
         for name, value in facts.items():
-            shown = "; ".join(value) or "none" if isinstance(value, list) else value
-            typer.echo(f"{name.replace('_', ' '):>22}  {shown}")
+            typer.echo(f"{name.replace('_', ' '):>22}  {as_text(value)}")
+
+
+def as_text(value: Any) -> str:
+    """A fact for people: sentences one after the other, counts by name, counts by reason as their sum."""
+    if isinstance(value, list):
+        return "; ".join(value) or "none"
+    if not isinstance(value, dict):
+        return str(value)
+    parts = []
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            reasons = f" ({as_text(inner)})" if inner else ""
+            parts.append(f"{name} {sum(inner.values())}{reasons}")
+        else:
+            parts.append(f"{name} {inner}")
+    return ", ".join(parts) or "none"
 
 
 def collect(folder: RunFolder) -> dict[str, Any]:
@@ -72,8 +89,9 @@ async def _from_run(source: RunSource) -> dict[str, Any]:
         "rollouts": "paused" if snapshot.is_paused else "admitting",
         "max_staleness": "unbounded" if snapshot.max_staleness is None else snapshot.max_staleness,
         "outstanding_groups": len(snapshot.headers),
-        "trajectories": ", ".join(f"{name} {value}" for name, value in asdict(snapshot.counters).items()),
-        "roles": ", ".join(f"{name} {what}" for name, what in roles.items()),
+        "trajectories": {name: value for name, value in asdict(snapshot.counters).items() if name in COUNTS},
+        "refused_claims": snapshot.counters.refused_claims,
+        "roles": roles,
         "trainer_waits_for": view.trainer_wait or "nothing in particular",
         "limited_by": state["bottleneck"],
         "alerts": [alert["text"] for alert in state["alerts"]],
