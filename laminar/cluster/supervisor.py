@@ -319,10 +319,14 @@ class Supervisor:
         """Tell what the run takes of this machine, and track the peak of its memory."""
         meter = UsageMeter(run_id, Path(self._config.relay.root))
         while True:
-            metrics = await asyncio.to_thread(meter.measure)
-            used = int(metrics["system/host_memory_bytes"])
-            self.outcome.peak_resident_bytes = max(self.outcome.peak_resident_bytes, used)
-            await telemetry.emit("system", metrics)
+            try:
+                metrics = await asyncio.to_thread(meter.measure)
+            except OSError as error:
+                logger.info("what the run takes of this machine cannot be measured: %s", error)
+            else:
+                used = int(metrics["system/host_memory_bytes"])
+                self.outcome.peak_resident_bytes = max(self.outcome.peak_resident_bytes, used)
+                await telemetry.emit("system", metrics)
             await asyncio.sleep(USE_SECONDS)
 
     async def _watch_progress(self, crew: Crew, follower: Follower, live: LiveSettings) -> None:

@@ -54,7 +54,8 @@ def held_bytes(places: Iterable[Path]) -> int:
     """Bytes that files take, folders with all that is in them; what goes meanwhile is left out."""
     total = 0
     for place in places:
-        for file in [place, *place.rglob("*")]:
-            with contextlib.suppress(OSError):
-                total += file.stat().st_blocks * BLOCK_BYTES
+        for folder, _, names in os.walk(place):  # which passes over folders that go while it walks
+            for name in ("", *names):
+                with contextlib.suppress(OSError):
+                    total += os.stat(os.path.join(folder, name)).st_blocks * BLOCK_BYTES
     return total

@@ -1,9 +1,11 @@
 """No process outlives its run: the mark finds a whole tree, the sentinel ends it when its supervisor dies."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -54,6 +56,24 @@ def test_use_is_that_of_the_runs_processes_and_of_its_own_shared_memory(tmp_path
     assert second["system/host_memory_bytes"] > 1_000_000
     assert held_bytes([tmp_path / "gone"]) == 0
     assert processor_seconds([2**22 + 1]) == {}
+
+
+def test_folders_that_come_and_go_while_they_are_measured_are_no_error(tmp_path):
+    """As the store's versions do; each round of the one is many of the other."""
+    ending = threading.Event()
+
+    def churn():
+        while not ending.is_set():
+            (tmp_path / "versions" / "0.1" / "inner").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "versions")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert all(held_bytes([tmp_path]) >= 0 for _ in range(2000))
+    finally:
+        ending.set()
+        thread.join()
 
 
 def test_another_runs_processes_are_left_alone():
