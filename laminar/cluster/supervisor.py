@@ -54,6 +54,7 @@ from laminar.telemetry.stream import Event, TelemetryReader, TelemetryWriter
 from laminar.telemetry.view import RunView
 
 logger = logging.getLogger("laminar.supervisor")
+UNEXPECTED = "an error that nobody expected; the output of the run, or logs/supervisor.log, has it"
 
 USE_SECONDS = 2.0
 PROGRESS_SECONDS = 1.0
@@ -69,7 +70,7 @@ class Outcome:
     folder: RunFolder
     view: RunView
     status: str = "failed"
-    reason: str = "ended at once"
+    reason: str = UNEXPECTED
     peak_resident_bytes: int = 0
     restarts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -112,6 +113,8 @@ class Supervisor:
             raise
         except asyncio.CancelledError:
             self.outcome.status = "stopped"
+            if self.outcome.reason == UNEXPECTED:
+                self.outcome.reason = "ended at once"
             raise
         finally:
             self.outcome.seconds = time.monotonic() - started
