@@ -14,13 +14,13 @@ from laminar.simulate.system import Kind, Repack, System
 from laminar.simulate.timings import StepTimes, load_lengths, load_step_times
 from laminar.simulate.workload import Workload
 
-TRAIN_FLOPS = 260e12
+TRAIN_FLOPS = 300e12
 """Fitted: arithmetic a GPU gets out of training, at 6 operations a parameter and token."""
 MINI_BATCH_SECONDS = 3.0
 """Fitted: what an optimizer update costs besides its tokens: collectives, optimizer, uneven ranks."""
 OVERHEAD_SECONDS = 13e-3
 """Fitted: what the host adds to each decode step."""
-REQUEST_OVERHEAD_SECONDS = 40e-6
+REQUEST_OVERHEAD_SECONDS = 25e-6
 """Fitted: the same, for every running request."""
 CACHE_SHARE = 0.65
 """Fitted (figure 9): share of a GPU's memory for weights and cache together."""
@@ -32,6 +32,8 @@ SYNC_BYTES_PER_SECOND = 82e9
 """Fitted: 65.5 GB in 0.80 s on four machines (figure 14, global)."""
 SYNC_LEVEL_SHARE = 0.053
 """Fitted: 0.97 s on 64 machines."""
+SWITCH_BYTES_PER_SECOND = 3e9
+"""Fitted: what verl loses between its phases, as a rate of the model's bytes (parameters and optimizer to the host and back)."""
 HOP_BYTES_PER_SECOND = 200e9
 """Eight network cards of 25 GB/s effective each."""
 HOP_START_SECONDS = 5e-4
@@ -46,9 +48,8 @@ PEAK_FLOPS, MEMORY_BYTES_PER_SECOND = 989e12, 3.35e12
 PREFILL_EFFICIENCY = 0.5
 AREAL_STALENESS, AREAL_SYNCS_PER_STEP = 4, 4
 """Fitted: how far AReaL runs ahead, and its global broadcasts in a step."""
-SHARES_IN_FLIGHT = 2
-"""Fitted: a replica of ours plays so many times its share of a batch at once, for a group keeps its place until its longest
-member has ended."""
+ANSWERS_IN_FLIGHT = 512
+"""Figure 9: what a replica of ours begins together; it takes new ones when all have ended or been moved away (section 3)."""
 KV_HIGH, KV_LIMIT, HEADROOM_TOKENS = 0.8, 0.95, 512
 
 Model = Literal["7B", "32B", "72B"]
@@ -141,14 +142,14 @@ def paper_cluster(model: Model, train_gpus: int, rollout_gpus: int, failures: tu
             hop_start_seconds=HOP_START_SECONDS,
             sync_bytes_per_second=SYNC_BYTES_PER_SECOND,
             sync_level_share=SYNC_LEVEL_SHARE,
+            switch_bytes_per_second=SWITCH_BYTES_PER_SECOND,
         ),
         failures=failures,
     )
 
 
-def paper_system(kind: Kind, num_replicas: int, *, repack: bool = True) -> System:
-    """The system with the paper's settings; ours is unbounded, as there."""
-    in_flight = max(1, min(MAX_CONCURRENCY // GROUP_SIZE, SHARES_IN_FLIGHT * PROMPTS_PER_STEP // num_replicas))
+def paper_system(kind: Kind, *, repack: bool = True) -> System:
+    """The system with the paper's settings; ours is unbounded and generates in batches of a replica, as there."""
     if kind == "partial":
         return System(
             kind="partial",
@@ -162,7 +163,8 @@ def paper_system(kind: Kind, num_replicas: int, *, repack: bool = True) -> Syste
     return System(
         kind=kind,
         max_staleness=None,
-        max_in_flight_groups=in_flight,
+        max_in_flight_groups=ANSWERS_IN_FLIGHT // GROUP_SIZE,
         max_hold_seconds=1e9,
+        refills=False,
         repack=Repack(limits) if repack and kind == "laminar" else None,
     )
