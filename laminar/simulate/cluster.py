@@ -98,8 +98,8 @@ class Transfers:
         gpus_per_machine: one relay a machine.
         sync_bytes_per_second: of a global broadcast to all GPUs, to the first machines.
         sync_level_share: by how much every doubling of the machines beyond four slows it, as a share.
-        switch_bytes_per_second: of a version, at which GPUs that do both turn from training to generating and back: parameters
-            and optimizer go out to the host and come back in, weights change their layout. None: it takes a replica's stall.
+        switch_bytes_per_second: of a version, at which GPUs that do both turn from training to generating and back:
+            parameters and optimizer go out to the host and come back, weights change their layout. None: a replica's stall.
     """
 
     model_bytes: float = 0.0

@@ -14,7 +14,7 @@ from laminar.simulate.system import Kind, Repack, System
 from laminar.simulate.timings import StepTimes, load_lengths, load_step_times
 from laminar.simulate.workload import Workload
 
-TRAIN_FLOPS = 300e12
+TRAIN_FLOPS = 275e12
 """Fitted: arithmetic a GPU gets out of training, at 6 operations a parameter and token."""
 MINI_BATCH_SECONDS = 3.0
 """Fitted: what an optimizer update costs besides its tokens: collectives, optimizer, uneven ranks."""
@@ -33,7 +33,7 @@ SYNC_BYTES_PER_SECOND = 82e9
 SYNC_LEVEL_SHARE = 0.053
 """Fitted: 0.97 s on 64 machines."""
 SWITCH_BYTES_PER_SECOND = 3e9
-"""Fitted: what verl loses between its phases, as a rate of the model's bytes (parameters and optimizer to the host and back)."""
+"""Fitted: what verl loses between its phases (parameters and optimizer to the host and back), for the model's bytes."""
 HOP_BYTES_PER_SECOND = 200e9
 """Eight network cards of 25 GB/s effective each."""
 HOP_START_SECONDS = 5e-4
@@ -46,10 +46,10 @@ MAX_CONCURRENCY = 1024
 GPU_BYTES = 80e9
 PEAK_FLOPS, MEMORY_BYTES_PER_SECOND = 989e12, 3.35e12
 PREFILL_EFFICIENCY = 0.5
-AREAL_STALENESS, AREAL_SYNCS_PER_STEP = 4, 4
+AREAL_STALENESS, AREAL_SYNCS_PER_STEP = 2, 4
 """Fitted: how far AReaL runs ahead, and its global broadcasts in a step."""
-ANSWERS_IN_FLIGHT = 512
-"""Figure 9: what a replica of ours begins together; it takes new ones when all have ended or been moved away (section 3)."""
+ANSWERS_IN_FLIGHT = 768
+"""Fitted (table 1): what a replica of ours begins together; it takes new ones when all have ended or been moved away."""
 KV_HIGH, KV_LIMIT, HEADROOM_TOKENS = 0.8, 0.95, 512
 
 Model = Literal["7B", "32B", "72B"]
@@ -103,10 +103,10 @@ def step_times(model: Model) -> StepTimes:
     return StepTimes(base.batch, alone + grown, base.context_tokens)
 
 
-def paper_workload(model: Model) -> Workload:
-    """DAPO-Math: 512 prompts of 16 answers a step."""
-    lengths = load_lengths(MODELS[model].lengths)
-    return Workload(lengths, PROMPT_TOKENS, MAX_NEW_TOKENS, GROUP_SIZE, PROMPTS_PER_STEP)
+def paper_workload(model: Model, lengths: str | None = None) -> Workload:
+    """DAPO-Math: 512 prompts of 16 answers a step, with the model's lengths or others by name."""
+    drawn = load_lengths(lengths or MODELS[model].lengths)
+    return Workload(drawn, PROMPT_TOKENS, MAX_NEW_TOKENS, GROUP_SIZE, PROMPTS_PER_STEP)
 
 
 def paper_engine(model: Model) -> Engine:

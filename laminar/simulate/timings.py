@@ -103,7 +103,7 @@ def load_lengths(name: str, scale: float = 1.0) -> Lengths:
     growth = (tokens[-1] / tokens[-2]) ** (1 / np.log10((1 - shares[-2]) / (1 - shares[-1])))
     decades = np.arange(1, TAIL_POINTS + 1) / TAIL_POINTS * TAIL_DECADES
     return Lengths(
-        np.concatenate([[0.0], shares, 1 - (1 - shares[-1]) * 10.0**-decades[:-1], [1.0]]),
+        np.concatenate([[0.0], shares, 1 - (1 - shares[-1]) * 10.0 ** -decades[:-1], [1.0]]),
         np.concatenate([[tokens[0] / 2], tokens, np.minimum(tokens[-1] * growth**decades, LONGEST_TOKENS)]) * scale,
     )
 
