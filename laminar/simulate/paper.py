@@ -14,7 +14,7 @@ from laminar.simulate.system import Kind, Repack, System
 from laminar.simulate.timings import StepTimes, load_lengths, load_step_times
 from laminar.simulate.workload import Workload
 
-TRAIN_FLOPS = 275e12
+TRAIN_FLOPS = 330e12
 """Fitted: arithmetic a GPU gets out of training, at 6 operations a parameter and token."""
 MINI_BATCH_SECONDS = 3.0
 """Fitted: what an optimizer update costs besides its tokens: collectives, optimizer, uneven ranks."""
@@ -43,12 +43,14 @@ PROMPT_TOKENS = 150
 GROUP_SIZE, PROMPTS_PER_STEP, MINI_BATCHES = 16, 512, 16
 MAX_NEW_TOKENS = 16_384
 MAX_CONCURRENCY = 1024
+MAX_RUNNING = 256
+"""vLLM's default, and figure 9's: the cache fills for 112 s, and when nothing waits any more 238 answers run."""
 GPU_BYTES = 80e9
 PEAK_FLOPS, MEMORY_BYTES_PER_SECOND = 989e12, 3.35e12
 PREFILL_EFFICIENCY = 0.5
 AREAL_STALENESS, AREAL_SYNCS_PER_STEP = 2, 4
 """Fitted: how far AReaL runs ahead, and its global broadcasts in a step."""
-ANSWERS_IN_FLIGHT = 768
+ANSWERS_IN_FLIGHT = 896
 """Fitted (table 1): what a replica of ours begins together; it takes new ones when all have ended or been moved away."""
 KV_HIGH, KV_LIMIT, HEADROOM_TOKENS = 0.8, 0.95, 512
 
@@ -117,7 +119,7 @@ def paper_engine(model: Model) -> Engine:
         times=step_times(model),
         num_gpus=facts.rollout_gpus,
         capacity_tokens=int(cache_bytes / facts.kv_bytes_per_token),
-        max_running=MAX_CONCURRENCY,
+        max_running=MAX_RUNNING,
         prefill_tokens_per_second=facts.rollout_gpus * PEAK_FLOPS * PREFILL_EFFICIENCY / (2 * facts.parameters),
         overhead_seconds=OVERHEAD_SECONDS,
         request_overhead_seconds=REQUEST_OVERHEAD_SECONDS,

@@ -46,4 +46,4 @@ def test_the_72b_model_loses_its_share_of_bytes_between_phases():
 
 def test_replicas_of_ours_begin_whole_batches_and_are_unbounded():
     ours = paper_system("laminar")
-    assert (ours.max_staleness, ours.max_in_flight_groups * 16, ours.refills) == (None, 768, False)
+    assert (ours.max_staleness, ours.max_in_flight_groups * 16, ours.refills) == (None, 896, False)
