@@ -65,7 +65,7 @@ def play(
     """One point, with the model's lengths or others by name; `more` goes to `simulate`, failures to the cluster."""
     failures: tuple[Failure, ...] = more.pop("failures", ())
     cluster = paper_cluster(model, *split(model, kind, index), failures)
-    system = paper_system(kind, repack=repack)
+    system = paper_system(kind, cluster.num_replicas, repack=repack)
     return simulate(paper_workload(model, lengths), cluster, system, num_steps=num_steps, warm_steps=warm_steps, **more)
 
 

@@ -51,7 +51,8 @@ PREFILL_EFFICIENCY = 0.5
 AREAL_STALENESS, AREAL_SYNCS_PER_STEP = 2, 4
 """Fitted: how far AReaL runs ahead, and its global broadcasts in a step."""
 ANSWERS_IN_FLIGHT = 896
-"""Fitted (table 1): what a replica of ours begins together; it takes new ones when all have ended or been moved away."""
+"""Fitted (table 1): what a replica of ours begins together, or its share of a batch if that is more; it takes new ones when
+all have ended or been moved away."""
 KV_HIGH, KV_LIMIT, HEADROOM_TOKENS = 0.8, 0.95, 512
 
 Model = Literal["7B", "32B", "72B"]
@@ -150,7 +151,7 @@ def paper_cluster(model: Model, train_gpus: int, rollout_gpus: int, failures: tu
     )
 
 
-def paper_system(kind: Kind, *, repack: bool = True) -> System:
+def paper_system(kind: Kind, num_replicas: int, *, repack: bool = True) -> System:
     """The system with the paper's settings; ours is unbounded and generates in batches of a replica, as there."""
     if kind == "partial":
         return System(
@@ -165,7 +166,7 @@ def paper_system(kind: Kind, *, repack: bool = True) -> System:
     return System(
         kind=kind,
         max_staleness=None,
-        max_in_flight_groups=ANSWERS_IN_FLIGHT // GROUP_SIZE,
+        max_in_flight_groups=max(ANSWERS_IN_FLIGHT // GROUP_SIZE, PROMPTS_PER_STEP // num_replicas),
         max_hold_seconds=1e9,
         refills=False,
         repack=Repack(limits) if repack and kind == "laminar" else None,
