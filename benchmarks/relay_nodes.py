@@ -52,7 +52,7 @@ class Chain:
         self._number += 1
         while True:
             started = time.perf_counter()
-            report = self._publisher.publish(WeightVersion(0, self._number), self._tensors, wait=False)
+            report = self._publisher.publish(WeightVersion(0, self._number), self._tensors, until="copied")
             if not report.skipped:
                 return time.perf_counter() - started
             time.sleep(POLL_SECONDS)  # both slots are under way: only where publishes follow each other at once

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -26,6 +27,9 @@ from relay.reveal import reveal
 from relay.slots import Slot
 from relay.store import PUBLISHER, VersionStore, kept_versions, open_store
 from relay.writing import fill_slot, piece_checksums
+
+Until = Literal["begun", "copied", "visible"]
+"""What a publish waits for: a free slot; that its tensors may change; that readers see the version."""
 
 MODEL_FILE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 """What of a model folder goes into every version: config, tokenizer, chat template, the model's own code; no weights."""
@@ -75,6 +79,8 @@ class Publisher:
         self._pinned: list[Slot] = []
         self._lock: FileLock | None = None
         self._thread = ThreadPoolExecutor(1, "relay-publish")
+        self._copying: Future[float] | None = None
+        """The copy of the version that was begun last, where its publish did not wait for it."""
         self._finishing: Future[None] | None = None
         """Checksums and appearance of the version that was copied last, where its publish did not wait for them."""
         if rank == 0:
@@ -104,7 +110,7 @@ class Publisher:
         tensors: Iterable[tuple[str, torch.Tensor]],
         probe: Probe | None = None,
         *,
-        wait: bool = True,
+        until: Until = "visible",
     ) -> PublishReport:
         """Make a version visible to this machine's readers, or nothing at all.
 
@@ -115,8 +121,9 @@ class Publisher:
             version: newer than all that were published before.
             tensors: (name, values), in any order; cast to the layout's number type.
             probe: what the trainer's forward pass makes of fixed tokens; goes along for readers to compare.
-            wait: for its appearance. If not, it returns when the tensors are copied, which may change then; checksums and
-                appearance follow in a thread, and what they raise is raised by the next call or by `settle`.
+            until: what to wait for. `copied`: checksums and appearance follow in a thread, and what they raise is raised by
+                the next call or by `settle`. `begun`: so does the copy, on GPUs beside the stream that computes; call
+                `finish_copy` before the tensors change.
 
         Raises:
             RelayError: if a newer version exists, or a tensor does not fit the layout (named); nothing is published then.
@@ -140,17 +147,35 @@ class Publisher:
         if slot is None:
             return PublishReport(time.perf_counter() - started, 0, skipped=True, reason=self._why_full())
         chunk_bytes = self._chunk_bytes or self._store.advised_chunk_bytes() or CHUNK_BYTES
-        with ExitStack() as undo:
-            undo.callback(slot.unlock)
-            fill_slot(slot, layout, tensors)
-            undo.pop_all()
-        self._finishing = self._thread.submit(self._finish, version, slot, layout, chunk_bytes, probe)
-        if wait:
+        if until == "begun":
+            self._copying = self._thread.submit(self._copy_beside, slot, layout, tensors, _computed())
+        else:
+            self._copy(slot, layout, tensors)
+        self._finishing = self._thread.submit(self._finish, self._copying, version, slot, layout, chunk_bytes, probe)
+        if until == "visible":
             self.settle()
         return PublishReport(time.perf_counter() - started, layout.file_bytes, skipped=False, reason="")
 
+    def finish_copy(self) -> float:
+        """Wait until the tensors of the version that was begun last may change; harmless when repeated.
+
+        Returns:
+            Seconds that the copy took; 0 if none was under way.
+
+        Raises:
+            RelayError: a tensor does not fit the layout (named); that version is dropped.
+        """
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return 0.0
+        if (error := copying.exception()) is not None:
+            self._finishing = None  # it ends with the same error
+            raise error
+        return copying.result()
+
     def settle(self) -> None:
-        """Wait until the version that was copied last is there; harmless when repeated."""
+        """Wait until the version that was begun last is there; harmless when repeated."""
+        self.finish_copy()
         finishing, self._finishing = self._finishing, None
         if finishing is not None:
             finishing.result()
@@ -166,8 +191,40 @@ class Publisher:
         if self._lock is not None:
             self._lock.release()
 
-    def _finish(self, version: WeightVersion, slot: Slot, layout: Layout, chunk_bytes: int, probe: Probe | None) -> None:
+    def _copy(self, slot: Slot, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill a slot; what fails gives it back."""
+        with ExitStack() as undo:
+            undo.callback(slot.unlock)
+            fill_slot(slot, layout, tensors)
+            undo.pop_all()
+
+    def _copy_beside(
+        self, slot: Slot, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]], computed: torch.cuda.Event | None
+    ) -> float:
+        """The same in the thread, while the trainer computes on; the seconds it took."""
+        started = time.perf_counter()
+        if computed is None:
+            self._copy(slot, layout, tensors)
+        else:
+            stream = torch.cuda.Stream(computed.device)
+            stream.wait_event(computed)
+            with torch.cuda.stream(stream):
+                self._copy(slot, layout, tensors)
+            stream.synchronize()
+        return time.perf_counter() - started
+
+    def _finish(
+        self,
+        copying: Future[float] | None,
+        version: WeightVersion,
+        slot: Slot,
+        layout: Layout,
+        chunk_bytes: int,
+        probe: Probe | None,
+    ) -> None:
         """Checksum a filled slot and make it appear."""
+        if copying is not None:
+            copying.result()  # over by now: one thread does one after the other
         try:
             self._reveal(version, slot, layout, chunk_bytes, probe)
         finally:
@@ -191,6 +248,13 @@ class Publisher:
         complete = self._store.versions()
         leased = [str(v) for v in complete if v not in kept_versions(complete, self._store.keep_versions)]
         return f"all {len(self._slots)} slots are kept or leased; versions still read besides the kept: {', '.join(leased)}"
+
+
+def _computed() -> torch.cuda.Event | None:
+    """When the GPU has computed what was asked of it so far; None without one."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    return torch.cuda.current_stream().record_event()
 
 
 def open_publisher(

@@ -24,6 +24,7 @@ from relay.probe import Probe
 from trainer.batch_metrics import batch_metrics
 from trainer.checkpoint_folder import EXTRA, begin, complete, find_latest, oldest_step, read_extra
 from trainer.progress import Progress
+from trainer.session import nothing
 from trainer.spool import ReplaySpool
 from trainer.spool_file import SpooledStep
 from trainer.step import Groups, StepReport
@@ -83,10 +84,18 @@ class EmulatedSession:
         self._step = self.progress.step
         self.spool.remove_above(self._step)
 
-    def train(self, groups: Groups, step: int, oldest_trained: int | None = None) -> StepReport:
+    @property
+    def is_partitioned(self) -> bool:
+        """No."""
+        return False
+
+    def train(
+        self, groups: Groups, step: int, oldest_trained: int | None = None, free_weights: Callable[[], None] = nothing
+    ) -> StepReport:
         """Sleep as long as the step takes."""
         report = self._report(groups, step)
         time.sleep(step_seconds(self._config.trainer.emulated, step, report.trained_tokens))
+        free_weights()
         self._step = step
         return report
 

@@ -5,7 +5,7 @@ It does not know algorithms, batches or steps.
 
 import logging
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class TrainerEngine:
         self._reference = self._make_reference(vocabulary_size) if "ref_logprobs" in needs else None
         self._critic = Critic(config, ranks, vocabulary_size) if "values" in needs else None
         self.share_prompts = self._decide_sharing()
+        self.before_update: Callable[[], None] = lambda: None
         self.spikes = SpikeDetector(config.trainer.spikes, config.trainer.max_grad_norm)
 
     def forward(self, batch: PackedRows, *, is_last: bool, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
@@ -91,6 +92,7 @@ class TrainerEngine:
 
     def update(self, learning_rate: float, largest_norm: float = math.inf) -> Update:
         """Apply the gradient gathered since the last update; see `TrainedModule.update`."""
+        self.before_update()
         return self._policy.update(learning_rate, largest_norm)
 
     @property

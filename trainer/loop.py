@@ -207,7 +207,7 @@ class TrainingLoop:
         lineage = self.progress.lineage
         try:
             await self._buffer.publish(lineage, step, trained=True)
-            publish = partial(self._publisher.publish, WeightVersion(lineage, step), wait=False)
+            publish = partial(self._publisher.publish, WeightVersion(lineage, step), beside=True)
             published = await self.in_thread(publish)
             await self._buffer.ack(lineage, step)
         except ExperienceError as error:
@@ -221,7 +221,7 @@ class TrainingLoop:
 
     def _train(self, groups: tuple[Group, ...], step: int, oldest_trained: int) -> StepReport:
         self._publisher.supersede()  # in the same thread: a skipped version is never offered with later weights
-        return self._session.train(groups, step, oldest_trained)
+        return self._session.train(groups, step, oldest_trained, self._publisher.free_weights)
 
     def _metrics(
         self, batch: Batch, report: StepReport, published: Published, step: int, seconds: float
@@ -237,7 +237,9 @@ class TrainingLoop:
             "time/publish_stall_seconds": published.stall_seconds,
             "time/spool_seconds": self._spool_seconds,
             "weights/publish_bytes": published.num_bytes,
-            "weights/publish_bytes_per_second": published.num_bytes / max(published.stall_seconds, 1e-9),
+            "weights/publish_bytes_per_second": published.num_bytes / max(published.copy_seconds, 1e-9)
+            if published.copy_seconds
+            else 0.0,
             "weights/trainer_version": step,
             "weights/skipped_publishes": self._publisher.skipped_publishes,
             "staleness/dropped_groups": self._source.dropped_groups,

@@ -4,8 +4,9 @@ Order: first the number (it frees the slots of the step's groups), then the weig
 number that the data module does not know. A version that finds every slot leased is offered again until it is complete or
 superseded.
 
-Only rank 0 writes. Under ZeRO 3 no rank has whole weights: whoever takes the tensors makes all ranks gather them, bucket by
-bucket (`trainer.gathering`), so the memory that a publish needs beside the slot is one bucket on each rank.
+The copy goes on beside the forward and backward passes of the next step and ends before its first update. Only rank 0
+writes. Under ZeRO 3 no rank has whole weights: whoever takes the tensors makes all ranks gather them, bucket by bucket
+(`trainer.gathering`), so what a publish needs beside the slot is one bucket on each rank, and training waits for it.
 """
 
 import contextlib
@@ -27,15 +28,28 @@ logger = logging.getLogger("laminar.trainer.publishing")
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What a publish cost: `stall_seconds` of standing still, `num_bytes` copied, whether it was skipped for now."""
+    """What a publish cost.
+
+    Attributes:
+        stall_seconds: that training stood still: for its beginning, and for the end of the copy before it.
+        num_bytes: of the version.
+        copy_seconds: that the newest finished copy took, beside training or not; 0 if none is finished.
+        skipped: whether the version waits for a free slot.
+    """
 
     stall_seconds: float
     num_bytes: int
+    copy_seconds: float
     skipped: bool
 
 
 class Weights(Protocol):
     """The trainer's weights, as `TrainerEngine` gives them."""
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether reading them makes all ranks gather."""
+        ...
 
     def state_tensors(self) -> Generator[tuple[str, Tensor]]:
         """The whole weights by name; each is to be read before the next is asked for."""
@@ -59,6 +73,7 @@ class WeightPublisher:
         self._publisher, self._weights, self._probe = publisher, weights, probe
         self._is_prepared = False
         self._unpublished: WeightVersion | None = None
+        self._stalled_seconds, self._copy_seconds = 0.0, 0.0
         self.skipped_publishes = 0
 
     @property
@@ -66,27 +81,41 @@ class WeightPublisher:
         """Whether the newest version still waits for a free slot."""
         return self._unpublished is not None
 
-    def publish(self, version: WeightVersion, *, wait: bool = True) -> Published:
-        """Copy the current weights into a free slot; blocking, called between optimizer steps by one thread.
+    def publish(self, version: WeightVersion, *, beside: bool = False) -> Published:
+        """Put the current weights into a free slot; blocking, called between optimizer steps by one thread.
 
         Args:
             version: their name.
-            wait: until the version is there. If not, checksums and appearance follow while training goes on.
+            beside: return before they are there: what can goes on beside training. `free_weights` is to be called before
+                they change.
         """
         started = time.monotonic()
         if not self._is_prepared:
             self._publisher.prepare(load_layout(self._weights.state_shapes()))
             self._is_prepared = True
-        with contextlib.closing(self._weights.state_tensors()) as tensors:  # whatever fails, no other rank waits
-            report = self._publisher.publish(version, tensors, self._probe(), wait=wait)
+        self.free_weights()
+        tensors, probe = self._weights.state_tensors(), self._probe()
+        if beside and not self._weights.is_partitioned:
+            report = self._publisher.publish(version, tensors, probe, until="begun")
+        else:
+            with contextlib.closing(tensors):  # whatever fails, no other rank waits
+                report = self._publisher.publish(version, tensors, probe, until="copied" if beside else "visible")
+            self._copy_seconds = report.seconds
         self._unpublished = version if report.skipped else None
         if report.skipped:
             self.skipped_publishes += 1
             logger.warning("version %s skipped: %s; it is offered again", version, report.reason)
-        return Published(time.monotonic() - started, report.bytes, report.skipped)
+        stalled, self._stalled_seconds = self._stalled_seconds + time.monotonic() - started, 0.0
+        return Published(stalled, report.bytes, self._copy_seconds, report.skipped)
+
+    def free_weights(self) -> None:
+        """Wait until the weights are copied: they are about to change."""
+        started = time.monotonic()
+        self._copy_seconds = self._publisher.finish_copy() or self._copy_seconds
+        self._stalled_seconds += time.monotonic() - started
 
     def settle(self) -> None:
-        """Wait until the version that was copied last is there."""
+        """Wait until the version that was begun last is there."""
         self._publisher.settle()
 
     def supersede(self) -> None:

@@ -37,6 +37,10 @@ COLLECTIVE_MARGIN_SECONDS = 60.0
 """Other ranks wait for rank 0's next command longer than the run may stand still."""
 
 
+def nothing() -> None:
+    """Nobody else reads the weights."""
+
+
 class Session(Protocol):
     """What a trainer rank and its loop ask of training; see `TrainingSession`."""
 
@@ -46,6 +50,11 @@ class Session(Protocol):
     saved_step: int
     replayed: list[SpooledStep]
     probe: Probe | None
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether reading the weights makes all ranks gather."""
+        ...
 
     def state_tensors(self) -> Generator[tuple[str, Tensor]]:
         """The weights, by name; each is to be read before the next is asked for."""
@@ -63,8 +72,10 @@ class Session(Protocol):
         """Train the spooled steps after the checkpoint again."""
         ...
 
-    def train(self, groups: Groups, step: int, oldest_trained: int | None = None) -> StepReport:
-        """Train a step."""
+    def train(
+        self, groups: Groups, step: int, oldest_trained: int | None = None, free_weights: Callable[[], None] = nothing
+    ) -> StepReport:
+        """Train a step; `free_weights` is called before they change."""
         ...
 
     def save(self, progress: Progress, frontier: Frontier) -> None:
@@ -116,9 +127,14 @@ class TrainingSession:
         self.replayed: list[SpooledStep] = []
         self.probe: Probe | None = None
 
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether ranks have only shares of the weights, which all gather together."""
+        return self.engine.is_partitioned
+
     def state_tensors(self) -> Generator[tuple[str, Tensor]]:
         """Rank 0: the full model under its Hugging Face names; where ranks have only shares, all gather them together."""
-        if self.engine.is_partitioned:
+        if self.is_partitioned:
             self._command("gather 0")
         yield from self.engine.state_tensors()
 
@@ -141,8 +157,11 @@ class TrainingSession:
             self.progress, self.frontier = self.replayed[-1].progress, self.replayed[-1].frontier
         self.probe = score_probe(self.engine)
 
-    def train(self, groups: Groups, step: int, oldest_trained: int | None = None) -> StepReport:
-        """Rank 0: train a step, all ranks together; see `train_step`."""
+    def train(
+        self, groups: Groups, step: int, oldest_trained: int | None = None, free_weights: Callable[[], None] = nothing
+    ) -> StepReport:
+        """Rank 0: train a step, all ranks together; see `train_step`. `free_weights` is called before each update."""
+        self.engine.before_update = free_weights
         self._command(f"train {step}")
         report = train_step(self.engine, self.algorithm, groups, step, oldest_trained=oldest_trained)
         self.probe = score_probe(self.engine)

@@ -6,8 +6,9 @@ A user's own algorithm is judged by the same option names, as far as its options
 from collections.abc import Iterator
 from typing import Any
 
-from laminar.config.check_plugins import algorithm_options
+from laminar.config.check_plugins import algorithm_options, comparing_rewards
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import plays_greedy
 from laminar.config.trainer import CorrectionConfig
 
 
@@ -17,6 +18,13 @@ def algorithm_faults(config: LaminarConfig) -> Iterator[str]:
     yield from _ratio_faults(config, getattr(options, "ratio_to", None))
     yield from _bound_faults(config.trainer.correction)
     yield from _cost_faults(config, getattr(options, "cost", None))
+    comparing = comparing_rewards(config) if plays_greedy(config) else []
+    if comparing:
+        yield (
+            f'`rewards` has "{comparing[0]}", which judges siblings by each other, but {config.trainer.algorithm.kind} '
+            "compares with a greedy answer, whose reward must not hang on the others (biased): remove it, or use kind "
+            '"rloo" or "grpo"'
+        )
     if getattr(options, "kl_coef", None) == 0 and config.model.reference:
         yield (
             f'`model.reference` is "{config.model.reference}", but `trainer.algorithm.options.kl_coef` is 0: nothing '

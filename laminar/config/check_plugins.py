@@ -8,6 +8,7 @@ import importlib.util
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from laminar.config.root import LaminarConfig
@@ -95,13 +96,19 @@ def _reward_faults(config: LaminarConfig) -> Iterator[str]:
         yield f'`rewards` has {names.count(name)} terms called "{name}": give each a `name` of its own'
 
 
+def comparing_rewards(config: LaminarConfig) -> list[str]:
+    """The kinds of reward that judge all siblings of a group together; what cannot be read is not this check's."""
+    table, found = load_attribute(REWARDS), []
+    for reward in config.rewards:
+        with suppress(ConfigError):
+            if hasattr(resolve(reward.kind, table), "score_group"):
+                found.append(reward.kind)
+    return found
+
+
 def _judges_alone(config: LaminarConfig) -> bool:
-    """Whether a single answer, such as one of an evaluation, gets a reward; what cannot be read is not this check's."""
-    environments, rewards = load_attribute(ENVIRONMENTS), load_attribute(REWARDS)
-    kind = config.environment.kind
+    """Whether a single answer, such as one of an evaluation, gets a reward."""
+    environments, kind = load_attribute(ENVIRONMENTS), config.environment.kind
     if kind not in environments or getattr(load_attribute(environments[kind]), "gives_reward", False):
         return True
-    try:
-        return not all(hasattr(resolve(reward.kind, rewards), "score_group") for reward in config.rewards)
-    except ConfigError:
-        return True
+    return len(comparing_rewards(config)) < len(config.rewards)

@@ -101,7 +101,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/scoring_seconds", "s", "proximal and reference passes at batch start, and what follows from them"),
     Metric("time/forward_backward_seconds", "s", "forward and backward passes"),
     Metric("time/optimizer_seconds", "s", "optimizer updates"),
-    Metric("time/publish_stall_seconds", "s", "training stood still for the copy of the weights"),
+    Metric(
+        "time/publish_stall_seconds",
+        "s",
+        "training stood still for weights that were being copied: the beginning of this version, the end of the one before",
+    ),
     Metric("time/spool_seconds", "s", "writing the step into the replay spool"),
     Metric("time/checkpoint_seconds", "s", "saving a checkpoint"),
     Metric("time/state_*", "s", "seconds a role has spent in one state since its start; its states sum to its wall time"),
@@ -120,7 +124,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("experience/kept_ratio", "share", "of these, those kept as informative"),
     Metric("weights/trainer_version", "", "number of the newest published version"),
     Metric("weights/publish_bytes", "bytes", "bytes of one version"),
-    Metric("weights/publish_bytes_per_second", "bytes/s", "these bytes over the time that training stood still for them"),
+    Metric(
+        "weights/publish_bytes_per_second",
+        "bytes/s",
+        "these bytes over the seconds of the newest finished copy, beside training or not",
+    ),
     Metric("weights/skipped_publishes", "", "versions not offered because every slot was leased"),
     Metric(
         "weights/broadcast_seconds",

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -263,7 +264,7 @@ def test_failed_publish_leaves_the_older_version_and_can_be_repeated(machine):
 
 def test_publish_that_does_not_wait_has_taken_the_values_when_it_returns_and_shows_them_later(machine):
     tensors = state(1)
-    report = machine.publisher.publish(version("0.1"), tensors.items(), wait=False)
+    report = machine.publisher.publish(version("0.1"), tensors.items(), until="copied")
     for tensor in tensors.values():
         tensor.fill_(9)
     machine.publisher.settle()
@@ -272,10 +273,43 @@ def test_publish_that_does_not_wait_has_taken_the_values_when_it_returns_and_sho
         assert read(folder) == 1
 
 
+def test_publish_that_has_only_begun_reads_the_values_until_its_copy_is_finished(machine):
+    tensors, asked, gate = state(1), threading.Event(), threading.Event()
+
+    def slowly():
+        asked.set()
+        assert gate.wait(30)
+        yield from tensors.items()
+
+    machine.publisher.prepare(load_layout(tensors.items()))
+    report = machine.publisher.publish(version("0.1"), slowly(), until="begun")
+    assert asked.wait(30)
+    assert (report.skipped, machine.complete()) == (False, [])
+    gate.set()
+    assert machine.publisher.finish_copy() > 0
+    for tensor in tensors.values():
+        tensor.fill_(9)
+    assert machine.publisher.finish_copy() == 0
+    machine.publisher.settle()
+    with machine.store.lease(version("0.1")) as folder:
+        assert read(folder) == 1
+
+
+def test_begun_publish_of_a_wrong_tensor_is_named_when_its_copy_is_to_be_finished_and_dropped(machine):
+    machine.publish("0.0")
+    machine.publisher.publish(version("0.1"), (state(1) | {"c": torch.zeros(1)}).items(), until="begun")
+    with pytest.raises(RelayError, match="'c' is not in the layout"):
+        machine.publisher.finish_copy()
+    machine.publisher.settle()
+    assert machine.complete() == ["0.0"]
+    machine.publish("0.2")
+    assert machine.complete()[-1] == "0.2"
+
+
 def test_what_fails_after_the_copy_is_raised_by_the_next_call_and_the_slot_is_free_again(machine):
     machine.publish("0.1")
     shutil.rmtree(machine.store.folder / "versions")
-    machine.publisher.publish(version("0.2"), state(2).items(), wait=False)
+    machine.publisher.publish(version("0.2"), state(2).items(), until="copied")
     with pytest.raises(FileNotFoundError):
         machine.publisher.publish(version("0.3"), state(3).items())
     machine.store.create()

@@ -51,9 +51,12 @@ class Weights:
     def prepare(self, layout):
         pass
 
-    def publish(self, version, tensors, probe, wait=True):
+    def publish(self, version, tensors, probe, until="visible"):
         self.newest = version
-        return SimpleNamespace(skipped=False, bytes=0, reason="")
+        return SimpleNamespace(skipped=False, bytes=0, reason="", seconds=0.0)
+
+    def finish_copy(self):
+        return 0.0
 
     def settle(self):
         """Every version is there at once."""
@@ -69,13 +72,15 @@ class Session:
         self.spool, self.saved_step, self.during = ReplaySpool(folder), 0, during
         self.keeps = lambda group: True
 
+    is_partitioned = False
+
     def state_tensors(self):
         yield "w", torch.zeros(1)
 
     def state_shapes(self):
         yield "w", torch.empty(1, device="meta")
 
-    def train(self, groups, step, oldest_trained=None):
+    def train(self, groups, step, oldest_trained=None, free_weights=None):
         skipped = self.during(step)
         metrics = {"reward/mean": 1.0, "train/tokens": 0.0 if skipped else 12.0, "mismatch/kl_staleness_0": step / 100}
         return StepReport(step, metrics, 12, skipped)

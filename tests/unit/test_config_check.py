@@ -178,6 +178,10 @@ def test_unbiased_combinations_pass_without_a_word(folder, text):
         (REWARD + REWARD, '`rewards` has 2 terms called "exact_match"'),
         ('[[rewards]]\nkind = "absent_module:Attr"', "there is no module absent_module"),
         ('[[rewards]]\nkind = "relative_length"\n[eval]\npath = "data.jsonl"', "every reward compares siblings"),
+        (
+            REWARD + '[[rewards]]\nkind = "relative_length"\n[trainer.algorithm]\nkind = "remax"',
+            "greedy answer, whose reward must not hang on the others (biased)",
+        ),
     ],
 )
 def test_wrong_rewards_are_refused(folder, reward, sentence):
