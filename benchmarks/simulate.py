@@ -127,7 +127,8 @@ def judge_figure_11(found: dict[Point, float]) -> dict[str, Any]:
                 wrong.append(f"{model} {gpus_of(one)} {first}/{second}")
     speedups = {}
     for model in MODELS:
-        ours, verl = (model, "laminar", 4), (model, "synchronous", 4)
+        ours: Point = (model, "laminar", 4)
+        verl: Point = (model, "synchronous", 4)
         paper = paper_value(ours) / paper_value(verl)
         speedups[model] = {"simulated": round(found[ours] / found[verl], 2), "paper": round(paper, 2)}
     return {
