@@ -98,6 +98,8 @@ class Transfers:
         gpus_per_machine: one relay a machine.
         sync_bytes_per_second: of a global broadcast to all GPUs, to the first machines.
         sync_level_share: by how much every doubling of the machines beyond four slows it, as a share.
+        switch_bytes_per_second: of a version, at which GPUs that do both turn from training to generating and back:
+            parameters and optimizer go out to the host and come back, weights change their layout. None: a replica's stall.
     """
 
     model_bytes: float = 0.0
@@ -108,11 +110,17 @@ class Transfers:
     gpus_per_machine: int = 8
     sync_bytes_per_second: float = 80e9
     sync_level_share: float = 0.05
+    switch_bytes_per_second: float | None = None
 
     @property
     def publish_seconds(self) -> float:
         """The trainer's stall."""
         return self.model_bytes / self.publish_bytes_per_second
+
+    @property
+    def switch_seconds(self) -> float:
+        """What a step of GPUs that do both loses between its phases."""
+        return self.model_bytes / self.switch_bytes_per_second if self.switch_bytes_per_second else self.load_seconds
 
     @property
     def load_seconds(self) -> float:

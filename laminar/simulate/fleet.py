@@ -124,14 +124,15 @@ class Fleet:
 
     def _consolidate(self, repack: Repack) -> None:
         living = [worker for worker in self.workers if worker.is_alive]
-        draining = {worker.name: worker for worker in living if worker.is_draining and not worker.is_swapping}
-        self._drained_then = frozenset(draining)
+        finishing = {worker.name: worker for worker in living if worker.is_finishing}
+        self._drained_then = frozenset(worker.name for worker in finishing.values() if worker.is_draining)
         loads = [worker.load() for worker in living]
         self._latched = latch_idle(self._latched, loads, repack.limits.kv_high)
-        newest = max((worker.newest for worker in living), default=0)
-        candidates = [load for load in loads if load.replica in draining]
+        # A released replica takes the newest weights, or without `refills` at least new groups: then all are behind.
+        newest = max((worker.newest for worker in living), default=0) + (not self.system.refills)
+        candidates = [load for load in loads if load.replica in finishing]
         for move in plan_repack(candidates, self._latched, WeightVersion(0, newest), repack.limits):
-            moved = draining[move.source].hand_over(draining[move.destination])
+            moved = finishing[move.source].hand_over(finishing[move.destination])
             self.moves.moved_trajectories += moved
             self.moves.released_replicas += 1
 

@@ -53,7 +53,7 @@ class LockstepRun:
             batch = yield from self._collect(self._size)
             self._recorder.wait(self._env.now - begun)
             yield from self._train(batch, step)
-            yield from self._finish(batch, step, self._cluster.transfers.load_seconds)
+            yield from self._finish(batch, step, self._cluster.transfers.switch_seconds)
 
     def _one_step(self, num_steps: int) -> Generator[Event, None, None]:
         self._start_batch(0)

@@ -14,13 +14,13 @@ from laminar.simulate.system import Kind, Repack, System
 from laminar.simulate.timings import StepTimes, load_lengths, load_step_times
 from laminar.simulate.workload import Workload
 
-TRAIN_FLOPS = 260e12
+TRAIN_FLOPS = 330e12
 """Fitted: arithmetic a GPU gets out of training, at 6 operations a parameter and token."""
 MINI_BATCH_SECONDS = 3.0
 """Fitted: what an optimizer update costs besides its tokens: collectives, optimizer, uneven ranks."""
 OVERHEAD_SECONDS = 13e-3
 """Fitted: what the host adds to each decode step."""
-REQUEST_OVERHEAD_SECONDS = 40e-6
+REQUEST_OVERHEAD_SECONDS = 25e-6
 """Fitted: the same, for every running request."""
 CACHE_SHARE = 0.65
 """Fitted (figure 9): share of a GPU's memory for weights and cache together."""
@@ -32,6 +32,8 @@ SYNC_BYTES_PER_SECOND = 82e9
 """Fitted: 65.5 GB in 0.80 s on four machines (figure 14, global)."""
 SYNC_LEVEL_SHARE = 0.053
 """Fitted: 0.97 s on 64 machines."""
+SWITCH_BYTES_PER_SECOND = 3e9
+"""Fitted: what verl loses between its phases (parameters and optimizer to the host and back), for the model's bytes."""
 HOP_BYTES_PER_SECOND = 200e9
 """Eight network cards of 25 GB/s effective each."""
 HOP_START_SECONDS = 5e-4
@@ -41,14 +43,16 @@ PROMPT_TOKENS = 150
 GROUP_SIZE, PROMPTS_PER_STEP, MINI_BATCHES = 16, 512, 16
 MAX_NEW_TOKENS = 16_384
 MAX_CONCURRENCY = 1024
+MAX_RUNNING = 256
+"""vLLM's default, and figure 9's: the cache fills for 112 s, and when nothing waits any more 238 answers run."""
 GPU_BYTES = 80e9
 PEAK_FLOPS, MEMORY_BYTES_PER_SECOND = 989e12, 3.35e12
 PREFILL_EFFICIENCY = 0.5
-AREAL_STALENESS, AREAL_SYNCS_PER_STEP = 4, 4
+AREAL_STALENESS, AREAL_SYNCS_PER_STEP = 2, 4
 """Fitted: how far AReaL runs ahead, and its global broadcasts in a step."""
-SHARES_IN_FLIGHT = 2
-"""Fitted: a replica of ours plays so many times its share of a batch at once, for a group keeps its place until its longest
-member has ended."""
+ANSWERS_IN_FLIGHT = 896
+"""Fitted (table 1): what a replica of ours begins together, or its share of a batch if that is more; it takes new ones when
+all have ended or been moved away."""
 KV_HIGH, KV_LIMIT, HEADROOM_TOKENS = 0.8, 0.95, 512
 
 Model = Literal["7B", "32B", "72B"]
@@ -102,10 +106,10 @@ def step_times(model: Model) -> StepTimes:
     return StepTimes(base.batch, alone + grown, base.context_tokens)
 
 
-def paper_workload(model: Model) -> Workload:
-    """DAPO-Math: 512 prompts of 16 answers a step."""
-    lengths = load_lengths(MODELS[model].lengths)
-    return Workload(lengths, PROMPT_TOKENS, MAX_NEW_TOKENS, GROUP_SIZE, PROMPTS_PER_STEP)
+def paper_workload(model: Model, lengths: str | None = None) -> Workload:
+    """DAPO-Math: 512 prompts of 16 answers a step, with the model's lengths or others by name."""
+    drawn = load_lengths(lengths or MODELS[model].lengths)
+    return Workload(drawn, PROMPT_TOKENS, MAX_NEW_TOKENS, GROUP_SIZE, PROMPTS_PER_STEP)
 
 
 def paper_engine(model: Model) -> Engine:
@@ -116,7 +120,7 @@ def paper_engine(model: Model) -> Engine:
         times=step_times(model),
         num_gpus=facts.rollout_gpus,
         capacity_tokens=int(cache_bytes / facts.kv_bytes_per_token),
-        max_running=MAX_CONCURRENCY,
+        max_running=MAX_RUNNING,
         prefill_tokens_per_second=facts.rollout_gpus * PEAK_FLOPS * PREFILL_EFFICIENCY / (2 * facts.parameters),
         overhead_seconds=OVERHEAD_SECONDS,
         request_overhead_seconds=REQUEST_OVERHEAD_SECONDS,
@@ -141,14 +145,14 @@ def paper_cluster(model: Model, train_gpus: int, rollout_gpus: int, failures: tu
             hop_start_seconds=HOP_START_SECONDS,
             sync_bytes_per_second=SYNC_BYTES_PER_SECOND,
             sync_level_share=SYNC_LEVEL_SHARE,
+            switch_bytes_per_second=SWITCH_BYTES_PER_SECOND,
         ),
         failures=failures,
     )
 
 
 def paper_system(kind: Kind, num_replicas: int, *, repack: bool = True) -> System:
-    """The system with the paper's settings; ours is unbounded, as there."""
-    in_flight = max(1, min(MAX_CONCURRENCY // GROUP_SIZE, SHARES_IN_FLIGHT * PROMPTS_PER_STEP // num_replicas))
+    """The system with the paper's settings; ours is unbounded and generates in batches of a replica, as there."""
     if kind == "partial":
         return System(
             kind="partial",
@@ -162,7 +166,8 @@ def paper_system(kind: Kind, num_replicas: int, *, repack: bool = True) -> Syste
     return System(
         kind=kind,
         max_staleness=None,
-        max_in_flight_groups=in_flight,
+        max_in_flight_groups=max(ANSWERS_IN_FLIGHT // GROUP_SIZE, PROMPTS_PER_STEP // num_replicas),
         max_hold_seconds=1e9,
+        refills=False,
         repack=Repack(limits) if repack and kind == "laminar" else None,
     )

@@ -21,6 +21,11 @@ from laminar.errors import ConfigError
 
 FloatArray = npt.NDArray[np.float64]
 
+TAIL_DECADES, TAIL_POINTS = 3, 12
+"""How far beyond its last quantile a data set's lengths go on, and in how many points."""
+LONGEST_TOKENS = 16_384
+"""Of the paper's answers: its limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -85,8 +90,9 @@ def load_step_times(name: str) -> StepTimes:
 def load_lengths(name: str, scale: float = 1.0) -> Lengths:
     """Of one of the paper's data sets, such as `32B_math`, every length times `scale`.
 
-    The figure ends at the 5 % and the 99.9 % quantile: below, lengths fall to half the one, above, they rise to 1.2 times
-    the other.
+    The figure ends at the 5 % and the 99.9 % quantile: below, lengths fall to half the one; above, they go on as between the
+    last two quantiles, where they grow by the same factor whenever ten times fewer answers are longer (a Pareto tail), up to
+    the paper's longest answer.
 
     Raises:
         ConfigError: if there is none of that name.
@@ -94,8 +100,11 @@ def load_lengths(name: str, scale: float = 1.0) -> Lengths:
     row = _row(_paper()["response_tokens"], name, "lengths")
     tokens = np.array([float(value) for value in row.values()])
     shares = np.array([float(key.removeprefix("p")) / 100 for key in row])
+    growth = (tokens[-1] / tokens[-2]) ** (1 / np.log10((1 - shares[-2]) / (1 - shares[-1])))
+    decades = np.arange(1, TAIL_POINTS + 1) / TAIL_POINTS * TAIL_DECADES
     return Lengths(
-        np.concatenate([[0.0], shares, [1.0]]), np.concatenate([[tokens[0] / 2], tokens, [tokens[-1] * 1.2]]) * scale
+        np.concatenate([[0.0], shares, 1 - (1 - shares[-1]) * 10.0 ** -decades[:-1], [1.0]]),
+        np.concatenate([[tokens[0] / 2], tokens, np.minimum(tokens[-1] * growth**decades, LONGEST_TOKENS)]) * scale,
     )
 
 

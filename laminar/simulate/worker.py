@@ -216,8 +216,13 @@ class SimulatedWorker:
 
     # -- moves -------------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_finishing(self) -> bool:
+        """Whether it takes no new groups before all it has have ended, so that moving them away makes it free."""
+        return not self.is_swapping and (self.is_draining or (not self._system.refills and bool(self.groups)))
+
     def load(self) -> ReplicaLoad:
-        """How full it is, as the real worker tells; how much remains is told only while it drains (nobody else asks)."""
+        """How full it is, as the real worker tells; how much remains is told only while it finishes (nobody else asks)."""
         engine = self.engine
         engine.settle()
         outside = [*engine.waiting, *self.away]
@@ -229,7 +234,7 @@ class SimulatedWorker:
             engine.num_open + len(self.away),
             len(engine.waiting),
             self.num_admitted,
-            self._expected_remaining() if self.is_draining and not engine.waiting else 0,
+            self._expected_remaining() if self.is_finishing and not engine.waiting else 0,
         )
 
     def _expected_remaining(self) -> int:
@@ -257,6 +262,7 @@ class SimulatedWorker:
         for request in away:
             destination.adopt_away(request, self._draws.turn_seconds())
         self._look_at_swap()
+        self.claim()
         return len(requests) + len(away) + len(held)
 
     def adopt_away(self, request: Request, seconds: float) -> None:

@@ -109,6 +109,24 @@ def test_repack_releases_replicas_and_generates_more():
     assert with_repack.generated_tokens_per_second > without.generated_tokens_per_second
 
 
+def test_a_replica_that_plays_batches_is_freed_of_its_last_answers_though_no_newer_version_waits():
+    def released(refills):
+        rules = system(max_staleness=None, repack=REPACK, refills=refills)
+        return simulate(workload(), cluster(8, step=30.0), rules, num_steps=1, warm_steps=0).released_replicas
+
+    assert released(False) > 0
+    assert released(True) == 0
+
+
+def test_gpus_that_do_both_pay_for_turning_from_one_phase_to_the_other():
+    """1 s of generation (100 steps of 10 ms), 0.5 s of training, and 60 GB: at 3 GB/s, or as a load at 100 GB/s."""
+    both = system(kind="synchronous")
+    slow = simulate(workload(CONSTANT), cluster(model_bytes=60e9, switch_bytes_per_second=3e9), both, num_steps=4)
+    assert slow.step_seconds == pytest.approx([21.5])
+    plain = simulate(workload(CONSTANT), cluster(model_bytes=60e9), both, num_steps=4)
+    assert plain.step_seconds == pytest.approx([2.1])
+
+
 def test_a_broadcast_stops_everybody_once_a_step():
     """60 GB at 80 GB/s: 0.75 s, in which the trainer and all replicas stand still, after each step of 2 s."""
     outcome = simulate(
