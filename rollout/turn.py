@@ -16,9 +16,10 @@ from rollout.journal import Journal
 from rollout.tokens import Tokenizer
 from rollout.transcript import Transcript
 
-_MAX_FRUITLESS_ABORTS = 6
-"""Aborts in a row without a new token before the engine is given up."""
-_RESUME_DELAY_SECONDS = 0.01
+_MAX_FRUITLESS_ABORTS = 12
+"""Aborts in a row without a new token before the engine is given up: six seconds, in which a fleet that loses engine after
+engine finds one that lives."""
+_RESUME_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.01, 1.0
 """Pause before resuming after a fruitless abort; doubles each time, so that an engine being swapped is not flooded."""
 
 
@@ -68,7 +69,7 @@ class TurnSampler:
                 text = f"the engine aborted {fruitless} times in a row without a new token{trouble}"
                 raise EpisodeError(FailureKind.ENGINE, text)
             if fruitless:
-                await asyncio.sleep(_RESUME_DELAY_SECONDS * 2 ** (fruitless - 1))
+                await asyncio.sleep(min(_RESUME_DELAY_SECONDS * 2 ** (fruitless - 1), _LONGEST_DELAY_SECONDS))
         return reason
 
     def _resume(self, transcript: Transcript) -> FinishReason | None:

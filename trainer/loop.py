@@ -66,7 +66,7 @@ class TrainingLoop:
         self._clock = clock or StateClock("wait")
         self._stopping = False
         self._last_end: float | None = None
-        self._spool_seconds = 0.0
+        self._spool_seconds = self._checkpoint_seconds = 0.0
 
     def stop(self) -> None:
         """Finish the step, save, return."""
@@ -236,6 +236,7 @@ class TrainingLoop:
             "time/sample_wait_seconds": batch.waited_seconds,
             "time/publish_stall_seconds": published.stall_seconds,
             "time/spool_seconds": self._spool_seconds,
+            "time/checkpoint_seconds": self._checkpoint_seconds,
             "weights/publish_bytes": published.num_bytes,
             "weights/publish_bytes_per_second": published.num_bytes / max(published.copy_seconds, 1e-9)
             if published.copy_seconds
@@ -257,7 +258,9 @@ class TrainingLoop:
         """Save a checkpoint: weights, optimizer, frontier and counters of the same step."""
         assert self._authority.frontier is not None
         self._clock.enter("checkpoint")
+        began = time.monotonic()
         await self.in_thread(self._session.save, self.progress, self._authority.frontier)
+        self._checkpoint_seconds = time.monotonic() - began
 
     async def _keep_offering(self) -> None:
         """Offer a skipped version again until it is complete or superseded."""

@@ -62,7 +62,7 @@ def train_recorded(config: LaminarConfig, source: Path, say: Say) -> Path:
 def replay_recording(config: LaminarConfig, recording: Recording, ranks: Ranks, say: Say) -> Path:
     """Train a recording on one rank: from the run's checkpoint before its first step, else from the model; see above."""
     folder, started = RunFolder.create(Path(config.run.directory), f"{config.run.name}-replay"), time.time()
-    folder.config.write_text(dump_toml(config))
+    folder.write_config(dump_toml(config))
     state = RunState(folder.path.name, secrets.token_hex(16), os.getpid(), "running", started_at=started)
     folder.write_state(state)
     algorithm = build_algorithm(config)

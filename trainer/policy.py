@@ -137,8 +137,20 @@ def score_tokens(
         logits.
     """
     temperature_N = torch.where(temperature_N > 0, temperature_N, 1.0)
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature_N[:, None]
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    if not bool((temperature_N == 1).all()):  # else a pass over the logits, and one back, for nothing
+        logits_NV = logits_NV / temperature_N[:, None]
     logprobs_NV = logits_NV.log_softmax(dim=-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+    if entropy_gradient and torch.is_grad_enabled():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).nan_to_num(nan=0.0).sum(dim=-1)
+    else:
+        entropy_N = _entropy(logprobs_NV.detach())
     return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+
+
+def _entropy(logprobs_NV: Tensor) -> Tensor:
+    """(N,) entropies; a logit of minus infinity adds nothing. In place as far as can be: such tables are large."""
+    entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=-1)
+    if bool(entropy_N.isnan().any()):
+        entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).nan_to_num_(nan=0.0).sum(dim=-1)
+    return entropy_N

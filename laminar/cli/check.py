@@ -34,7 +34,7 @@ def check(
 ) -> None:
     """Judge a config without starting anything: keys, values, sizes, plugins and their options, models and data."""
     loaded = load_config(config, overrides or [])
-    notes = check_config(loaded)
+    notes = check_config(loaded, cores)
     for note in notes:
         typer.echo(f"note: {note}")
     typer.echo(f"{config}: right" + (f", with {len(notes)} notes" if len(notes) > 1 else ", with a note" if notes else ""))

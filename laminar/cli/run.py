@@ -52,7 +52,7 @@ def run(
     for warning in check_config(settings):
         typer.secho(f"note: {warning}", fg="yellow", err=True)
     folder = RunFolder.create(Path(settings.run.directory), settings.run.name)
-    folder.config.write_text(dump_toml(settings))
+    folder.write_config(dump_toml(settings))
     if detach:
         arguments = ["run", str(config.resolve()), *(overrides or []), "--into", str(folder.path.resolve())]
         tell(folder, start_detached(folder, arguments))

@@ -1,28 +1,39 @@
-"""`laminar show`: one trajectory of a run, as it was played."""
+"""`laminar show`: the newest trajectories of a run in a list, or one of them as it was played."""
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from laminar.cli.control import RunArgument
+from laminar.dashboard.search import Search, search
 from laminar.errors import ConfigError
 from laminar.run_folder import RunFolder
-from laminar.trajectories import Record, TrajectoryFolder
+from laminar.trajectories import Record, Summary, TrajectoryFolder
 
 STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 
 
 def show(
     run: RunArgument,
-    trajectory: Annotated[str, typer.Argument(metavar="ID", help="A trajectory's id, or the beginning of it")],
+    trajectory: Annotated[
+        str, typer.Argument(metavar="ID", help="A trajectory's id, or the beginning of it; a list if left out")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=1000, help="Of the list")] = 20,
+    order: Annotated[str, typer.Option(help="newest, reward_low, reward_high, longest, shortest, stalest")] = "newest",
 ) -> None:
     """Show a kept trajectory: what was given, what was sampled and by which version, and what came of it."""
     folder = RunFolder.open(run)
     records = TrajectoryFolder(folder.trajectories)
+    if not trajectory:
+        _show_list(folder, records.summaries(), order, lines, as_json)
+        return
     summary = records.find(trajectory)
     record = None if summary is None else records.read(summary)
     if record is None:
@@ -34,6 +45,37 @@ def show(
         typer.echo(json.dumps(record))
     else:
         Console().print(*describe(record), sep="\n", highlight=False, soft_wrap=True)
+
+
+def _show_list(folder: RunFolder, kept: list[Summary], order: str, num_lines: int, as_json: bool) -> None:
+    try:
+        found = search(kept, Search.model_validate({"order": order}))[:num_lines]
+    except ValidationError as error:
+        raise ConfigError(f"--order {order}: {error.errors()[0]['msg']}") from error
+    if as_json:
+        typer.echo(json.dumps([asdict(summary) for summary in found]))
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("id", "reward", "tokens", "versions", "step", "staleness", "end", "answer"):
+        table.add_column(name, justify="right" if name in ("reward", "tokens", "step", "staleness") else "left")
+    for summary in found:
+        table.add_row(*map(Text, _cells(summary)))
+    Console().print(table)
+    typer.echo(f"{len(found)} of {len(kept)} kept trajectories; `laminar show {folder.path} ID` shows one of them")
+
+
+def _cells(summary: Summary) -> tuple[str, ...]:
+    oldest, newest = summary.oldest, summary.newest
+    return (
+        summary.trajectory_id,
+        "-" if summary.reward is None else f"{summary.reward:g}",
+        str(summary.num_sampled_tokens),
+        "-" if oldest < 0 else str(oldest) if oldest == newest else f"{oldest} to {newest}",
+        "-" if summary.step is None else str(summary.step),
+        "-" if summary.staleness is None else str(summary.staleness),
+        summary.failure or summary.finish_reason,
+        " ".join(summary.text.split()),
+    )
 
 
 def describe(record: Record) -> list[Text]:

@@ -4,8 +4,10 @@ The text is put together by a pure function; gathering has deadlines, for whatev
 """
 
 import asyncio
+import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ from laminar.telemetry.view import RunView
 from laminar.types import GroupState
 
 STACK_SECONDS = 10.0
+SILENT_SECONDS = 10.0
+"""Roles report twice a second."""
 SNAPSHOT_SECONDS = 5.0
 MAX_GROUPS, MAX_LINES = 10, 15
 STAMP_LENGTH = len("2026-01-01 00:00:00,000")
@@ -41,14 +45,19 @@ async def diagnose(folder: RunFolder, client: Redis, run_id: str, view: RunView,
         pass  # that it does not answer is a finding, and is written down
     pids = folder.read_state().roles
     stacks = await asyncio.to_thread(lambda: {role: stack_of(pid) for role, pid in pids.items()})
-    text = describe(view, snapshot, last_errors(folder.logs), stacks, limit_seconds)
+    text = describe(view, snapshot, last_errors(folder.logs), stacks, limit_seconds, time.time())
     path = folder.logs / time.strftime("diagnosis-%Y%m%d-%H%M%S.txt")
     path.write_text(text)
     return path
 
 
 def describe(
-    view: RunView, snapshot: Snapshot | None, errors: Sequence[str], stacks: Mapping[str, str], limit_seconds: float
+    view: RunView,
+    snapshot: Snapshot | None,
+    errors: Sequence[str],
+    stacks: Mapping[str, str],
+    limit_seconds: float,
+    now: float,
 ) -> str:
     """The diagnosis (pure).
 
@@ -58,6 +67,7 @@ def describe(
         errors: the last serious lines of the logs.
         stacks: of each role's process; empty where they cannot be seen.
         limit_seconds: how long no step has ended.
+        now: Unix seconds.
     """
     lines = [
         f"No step ended for {limit_seconds:g} s (run.no_progress_seconds). The last one was step {view.step}.",
@@ -65,7 +75,10 @@ def describe(
         f"The trainer waits for: {view.trainer_wait or 'nothing that it named'}",
         "",
         "Roles, and the state in which each has spent most of its time so far:",
-        *(f"  {role}: {_main_state(metrics)}" for role, metrics in sorted(view.roles.items())),
+        *(
+            f"  {role}: {_main_state(metrics)}{_silence(now - view.heard_at.get(role, now))}"
+            for role, metrics in sorted(view.roles.items())
+        ),
         "",
         *_describe_buffer(snapshot),
         "",
@@ -79,7 +92,7 @@ def describe(
         lines += [
             "",
             f"Stack of {role}:",
-            *(f"  {line}" for line in (stack or "not to be seen (py-spy is not installed)").splitlines()),
+            *(f"  {line}" for line in (stack or "not to be seen (py-spy is not installed, or may not look)").splitlines()),
         ]
     return "\n".join(lines) + "\n"
 
@@ -90,6 +103,11 @@ def _main_state(metrics: Mapping[str, float]) -> str:
         return "unknown"
     name = max(spent, key=lambda state: spent[state])
     return f"{name.removeprefix('time/state_').removesuffix('_seconds')} ({spent[name]:.0f} of {sum(spent.values()):.0f} s)"
+
+
+def _silence(seconds: float) -> str:
+    """What a role that should have reported long since is suspected of."""
+    return f"; SILENT for {seconds:.0f} s: it hangs, is stopped or is gone" if seconds > SILENT_SECONDS else ""
 
 
 def _describe_buffer(snapshot: Snapshot | None) -> list[str]:
@@ -121,13 +139,14 @@ def last_errors(logs: Path) -> list[str]:
 
 def stack_of(pid: int) -> str:
     """The Python stack of a process, by py-spy; empty where that is not installed or not allowed."""
-    program = shutil.which("py-spy")
+    beside = str(Path(sys.executable).parent)  # an environment that is used without being activated is not on the path
+    program = shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
     if program is None:
         return ""
-    try:
-        done = subprocess.run(
-            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=STACK_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
+    for option in ("--full-filenames", "--nonblocking"):  # a process that is stopped cannot be stopped once more
+        command = [program, "dump", option, "--pid", str(pid)]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=STACK_SECONDS, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
+    return ""

@@ -72,7 +72,7 @@ class LiveSettings:
             )
         wanted = load_config(self._folder.config, [f"{key}={value}"])
         text = await changes[key](wanted)
-        self._folder.config.write_text(dump_toml(wanted))
+        self._folder.write_config(dump_toml(wanted))
         return f"{key}: {text}"
 
     async def _set_bound(self, wanted: LaminarConfig) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar.allocator import exempt_from_collection, keep_freed_memory
@@ -23,8 +24,8 @@ from laminar.config.load import append_user_modules
 from laminar.config.root import LaminarConfig
 from laminar.errors import DeadlineError, EnvironmentSetupError, LaminarError
 
-LOOPBACK = "127.0.0.2"
-"""Keeps a local Ray off the network. (Ray replaces 127.0.0.1 by the address of the network card.)"""
+LOOPBACK = "127.0.0.1"
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 LOG_BYTES = 32 * 1024**2
 OLD_LOGS = 2
@@ -54,6 +55,7 @@ class RayCluster:
         )
         options: dict[str, Any] = {"namespace": run_id, "log_to_driver": False, "logging_level": logging.ERROR}
         if local:
+            _keep_ray_on_loopback()
             options |= {
                 "num_cpus": max(num_cpus, os.cpu_count() or 1),
                 "include_dashboard": False,
@@ -71,6 +73,16 @@ class RayCluster:
     def stop(self) -> None:
         """Leave the cluster; a local one ends."""
         ray.shutdown()
+
+
+def _keep_ray_on_loopback() -> None:
+    """Let a local Ray listen on loopback only: who reaches one of its ports can run code.
+
+    Its servers do so where the node's address is 127.0.0.1 (with any other, 127.0.0.2 for one, they listen on every network
+    card); but Ray replaces that by the card's address unless it is told, by this switch, that no cluster is wanted.
+    """
+    os.environ[CLUSTERS] = "0"  # for Ray's own processes and the roles
+    ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, which has read the switch already
 
 
 class RoleProcess:

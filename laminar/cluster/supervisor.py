@@ -35,11 +35,12 @@ from laminar.cluster.housekeeping import Housekeeper
 from laminar.cluster.hub import with_local_model
 from laminar.cluster.live_settings import LiveSettings
 from laminar.cluster.observer_process import ObserverProcess
-from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
+from laminar.cluster.processes import end_processes
 from laminar.cluster.ray_cluster import RayCluster
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, cpus_needed
 from laminar.cluster.scaling import SPARE_WORKERS, Scaling
 from laminar.cluster.sentinel import Sentinel
+from laminar.cluster.usage import UsageMeter
 from laminar.config.root import LaminarConfig
 from laminar.control import Verb
 from laminar.errors import ConfigError, LaminarError, RunFailedError, first_error
@@ -53,8 +54,9 @@ from laminar.telemetry.stream import Event, TelemetryReader, TelemetryWriter
 from laminar.telemetry.view import RunView
 
 logger = logging.getLogger("laminar.supervisor")
+UNEXPECTED = "an error that nobody expected; the output of the run, or logs/supervisor.log, has it"
 
-MEMORY_SECONDS = 2.0
+USE_SECONDS = 2.0
 PROGRESS_SECONDS = 1.0
 CANCEL_SECONDS = 1.0
 ANSWER_FIRST_SECONDS = 0.3
@@ -68,7 +70,7 @@ class Outcome:
     folder: RunFolder
     view: RunView
     status: str = "failed"
-    reason: str = "ended at once"
+    reason: str = UNEXPECTED
     peak_resident_bytes: int = 0
     restarts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -111,6 +113,8 @@ class Supervisor:
             raise
         except asyncio.CancelledError:
             self.outcome.status = "stopped"
+            if self.outcome.reason == UNEXPECTED:
+                self.outcome.reason = "ended at once"
             raise
         finally:
             self.outcome.seconds = time.monotonic() - started
@@ -232,7 +236,7 @@ class Supervisor:
                 background = [
                     group.create_task(follower.run()),
                     group.create_task(observer.run()),
-                    group.create_task(self._measure_memory(context.run_id)),
+                    group.create_task(self._measure_use(context.run_id, telemetry)),
                     group.create_task(crew.keep_relays()),
                     group.create_task(keeper.run()),
                     group.create_task(desk.run()),
@@ -314,12 +318,19 @@ class Supervisor:
         with contextlib.suppress(OSError):  # a full disk must not end a run for the sake of `status`
             self._folder.update_state(roles={**self._folder.read_state().roles, role: pid})
 
-    async def _measure_memory(self, run_id: str) -> None:
-        """Track the peak of resident memory of all processes of the run, this one included."""
+    async def _measure_use(self, run_id: str, telemetry: TelemetryWriter) -> None:
+        """Tell what the run takes of this machine, and track the peak of its memory."""
+        meter = UsageMeter(run_id, Path(self._config.relay.root))
         while True:
-            used = await asyncio.to_thread(lambda: resident_bytes([os.getpid(), *marked_processes(run_id)]))
-            self.outcome.peak_resident_bytes = max(self.outcome.peak_resident_bytes, used)
-            await asyncio.sleep(MEMORY_SECONDS)
+            try:
+                metrics = await asyncio.to_thread(meter.measure)
+            except OSError as error:
+                logger.info("what the run takes of this machine cannot be measured: %s", error)
+            else:
+                used = int(metrics["system/host_memory_bytes"])
+                self.outcome.peak_resident_bytes = max(self.outcome.peak_resident_bytes, used)
+                await telemetry.emit("system", metrics)
+            await asyncio.sleep(USE_SECONDS)
 
     async def _watch_progress(self, crew: Crew, follower: Follower, live: LiveSettings) -> None:
         """End a run in which no step ends for too long, saying who waits for what."""

@@ -25,7 +25,7 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
 
     Args:
         config: a loaded config (local paths are absolute, the user's own modules can be found).
-        num_cores: cores of this machine; None: ask it.
+        num_cores: cores of the machine that would run it; None: ask this one.
 
     Returns:
         Notes and warnings, one sentence each.
@@ -49,7 +49,7 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
     if faults:
         head = f"{len(faults)} settings cannot work:" if len(faults) > 1 else ""
         raise ConfigError("\n  ".join([head, *faults] if head else faults))
-    cores = num_cores or os.cpu_count() or 1
+    cores = num_cores or len(os.sched_getaffinity(0))
     return [
         *source_notes(config),
         *pace_warnings(config),

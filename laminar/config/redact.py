@@ -5,7 +5,8 @@ from typing import Any
 
 from laminar.experience.client import hide_password
 
-_SECRET = re.compile(r"(^|_)(password|secret|token|api_key|key|credentials?|webhook)$", re.IGNORECASE)
+_WORDS = "password|passwd|passphrase|secrets?|token|bearer|authorization|cookie|keys?|apikey|credentials?|webhook"
+_SECRET = re.compile(rf"(^|[_-])({_WORDS})$", re.IGNORECASE)
 
 
 def redact(value: Any, key: str = "") -> Any:

@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from laminar.dashboard.guard import LOOPBACK_HOSTS
+from laminar.dashboard.guard import ANY_ADDRESS, LOOPBACK_HOSTS
 from laminar.errors import EnvironmentSetupError
 
 BACKLOG = 128
@@ -43,9 +43,13 @@ def url_of(listening: socket.socket) -> str:
 
 
 def allowed_hosts(host: str) -> frozenset[str]:
-    """The names by which a dashboard bound to `host` may be called: loopback, and that name or the machine's own."""
+    """The names by which a dashboard bound to `host` may be called: loopback, and that name; or the machine's, and numbers.
+
+    Who binds all addresses is called by any of them, also by one that only a container's host or a cluster knows.
+    """
     named = f"[{host}]" if ":" in host else host.lower()
-    extra = {socket.gethostname().lower(), socket.getfqdn().lower()} if host in ("0.0.0.0", "::") else {named}
+    own = {socket.gethostname().lower(), socket.getfqdn().lower(), ANY_ADDRESS}
+    extra = own if host in ("0.0.0.0", "::") else {named}
     return LOOPBACK_HOSTS | extra
 
 

@@ -4,6 +4,7 @@ Invariants: a request whose `Host` is not ours (DNS rebinding), or whose `Origin
 `MAX_BODY_BYTES` is refused before it is read; every answer carries a policy under which a page loads nothing from elsewhere.
 """
 
+import ipaddress
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -15,6 +16,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 16_384
 MAX_QUERY_BYTES = 4096
+ANY_ADDRESS = "any address"
+"""Among the names: numeric addresses too. A page that rebinds a name of its own to us cannot send one as its `Host`."""
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 METHODS = frozenset({"GET", "HEAD", "POST"})
 
@@ -36,11 +39,12 @@ class Guard:
 
     Args:
         application: what is guarded.
-        hosts: names by which it may be called, without port.
+        hosts: names by which it may be called, without port; `ANY_ADDRESS` stands for all numeric ones.
     """
 
     def __init__(self, application: Application, hosts: frozenset[str] = LOOPBACK_HOSTS) -> None:
-        self._application, self._hosts = application, hosts
+        self._application, self._hosts = application, hosts - {ANY_ADDRESS}
+        self._takes_addresses = ANY_ADDRESS in hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse, or pass on."""
@@ -75,7 +79,8 @@ class Guard:
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
-        if host_name(host) not in self._hosts:
+        name = host_name(host)
+        if name not in self._hosts and not (self._takes_addresses and is_address(name)):
             return 421, "this dashboard does not go by that name"
         if scope["method"] not in METHODS:
             return 405, f"{scope['method']} is not served"
@@ -94,6 +99,15 @@ def host_name(host: str) -> str:
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0].lower()
+
+
+def is_address(name: str) -> bool:
+    """Whether a host's name is a numeric address."""
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 async def _read(receive: Receive) -> bytes | None:

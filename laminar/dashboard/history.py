@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 MAX_EVALUATIONS = 10_000
+RATES, SECONDS = "throughput/", "time/step_seconds"
 _decode = msgspec.json.Decoder().decode
 
 
@@ -102,8 +103,15 @@ class History:
             name: value for name, column in self.columns.items() if len(column) == last and (value := column[-1]) is not None
         }
 
+    def recent(self, num_steps: int) -> dict[str, float]:
+        """Rates and seconds a step over the last steps: one step alone says little."""
+        begin, seconds = max(0, len(self.steps) - num_steps), self.columns.get(SECONDS, [])
+        found = {n: rate(c[begin:], seconds[begin:]) for n, c in self.columns.items() if n.startswith(RATES)}
+        found[SECONDS] = mean(seconds[begin:])
+        return {name: value for name, value in found.items() if value is not None}
+
     def thinned(self, max_points: int, names: Iterable[str]) -> dict[str, Any]:
-        """Columns of at most `max_points` points, each the mean over equally many neighbouring steps.
+        """Columns of at most `max_points` points, each the mean over equally many neighbouring steps; rates over their time.
 
         Args:
             max_points: at least 1.
@@ -112,9 +120,26 @@ class History:
         steps, known = list(self.steps), self.columns  # another thread may read on, or begin anew, meanwhile
         size = max(1, math.ceil(len(steps) / max_points))
         starts = range(0, len(steps), size)
-        columns = {name: [mean(known[name][start : start + size]) for start in starts] for name in names if name in known}
+        seconds = known.get(SECONDS, [])
+        columns = {
+            name: [
+                rate(known[name][start : start + size], seconds[start : start + size])
+                if name.startswith(RATES) and size > 1
+                else mean(known[name][start : start + size])
+                for start in starts
+            ]
+            for name in names
+            if name in known
+        }
         last_steps = [steps[min(start + size, len(steps)) - 1] for start in starts]
         return {"steps": last_steps, "columns": columns, "steps_per_point": size}
+
+
+def rate(values: Sequence[float | None], seconds: Sequence[float | None]) -> float | None:
+    """Mean of rates, each for as long as its step took: one span above and below the line; None of nothing."""
+    known = [(value, span) for value, span in zip(values, seconds, strict=False) if value is not None and span is not None]
+    total = math.fsum(span for _, span in known)
+    return mean([math.fsum(value * span for value, span in known) / total]) if total > 0 else None
 
 
 def mean(values: Sequence[float | None]) -> float | None:

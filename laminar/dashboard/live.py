@@ -161,6 +161,17 @@ class LiveFeed:
         finally:
             await self._close()
 
+    async def look_once(self) -> str:
+        """See what is to be seen now, for who does not stay; returns why the data module does not answer, or nothing."""
+        await asyncio.to_thread(self._read_files)
+        try:
+            await self._look()
+        except (redis.exceptions.RedisError, OSError, LaminarError) as error:
+            return str(error) or type(error).__name__
+        finally:
+            await self._close()
+        return ""
+
     def _read_files(self) -> None:
         for line in read_timeline(self._folder.timeline):
             if line["kind"] == "spans":

@@ -1,7 +1,7 @@
-"""Metrics in Prometheus's text format (pure): names, units and meanings come from the registry.
+"""Metrics in Prometheus's text format (pure): names, units, meanings and types come from the registry.
 
-`area/what_unit` becomes `laminar_area_what_unit`; what varies in a family's name becomes a label. All are gauges: running
-totals are the roles' own, and a restarted role begins at 0, as `rate()` expects.
+`area/what_unit` becomes `laminar_area_what_unit`; what varies in a family's name becomes a label. A counter of a role
+that was started again begins at 0, as `rate()` expects.
 """
 
 import re
@@ -33,15 +33,17 @@ def render_metrics(samples: Iterable[Sample], extra: Iterable[tuple[str, str, Ma
 
     Args:
         samples: declared metrics; what is not declared is left out.
-        extra: full name, meaning, labels and value of what only the exporter knows.
+        extra: full name, meaning, labels and value of gauges that only the exporter knows.
     """
     rows: dict[str, list[str]] = defaultdict(list)
     meanings: dict[str, str] = {}
+    types: dict[str, str] = defaultdict(lambda: "gauge")
     for name, labels, value in samples:
         metric = declared(name)
         if metric is not None:
             full, more = exported_name(metric, name)
             meanings[full] = f"{metric.meaning} ({metric.unit})" if metric.unit else metric.meaning
+            types[full] = metric.type
             rows[full].append(f"{full}{_labels({**labels, **more})} {value:.17g}")
     for full, meaning, labels, value in extra:
         meanings[full] = meaning
@@ -49,7 +51,7 @@ def render_metrics(samples: Iterable[Sample], extra: Iterable[tuple[str, str, Ma
     parts = []
     for full in sorted(rows):
         meaning = meanings[full].replace("\\", "\\\\").replace("\n", " ")
-        parts += [f"# HELP {full} {meaning}", f"# TYPE {full} gauge", *rows[full]]
+        parts += [f"# HELP {full} {meaning}", f"# TYPE {full} {types[full]}", *rows[full]]
     return "\n".join(parts) + "\n"
 
 

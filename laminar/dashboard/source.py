@@ -95,6 +95,7 @@ class RunSource:
             },
             "step": self.history.steps[-1] if self.history.steps else 0,
             "latest": latest,
+            "recent": self.history.recent(RECENT_STEPS),
             "roles": {
                 name: {
                     "state": role.state,
@@ -102,7 +103,8 @@ class RunSource:
                     "metrics": role.metrics,
                     "shares": view.shares(name, WINDOW_SECONDS),
                 }
-                for name, role in sorted(view.roles.items())
+                for name in self._shown_roles()
+                for role in [view.roles[name]]
             },
             "relays": self.feed.relays,
             "trainer_wait": view.trainer_wait,
@@ -112,12 +114,18 @@ class RunSource:
             "now": now,
         }
 
+    def _shown_roles(self) -> list[str]:
+        """In order of their names; of a living run without those that ended in order, such as scaled-down workers."""
+        view = self.feed.view
+        left = view.roles.keys() - view.retired
+        return sorted(left if self.feed.is_alive and left else view.roles)
+
     def _bottleneck(self) -> str:
         view, snapshot = self.feed.view, self.feed.view.snapshot
         recent = [v for v in self.history.columns.get("staleness/versions_mean", [])[-RECENT_STEPS:] if v is not None]
         return bottleneck(
             view.shares(TRAINER, WINDOW_SECONDS),
-            [view.shares(name, WINDOW_SECONDS) for name in sorted(view.roles) if name.startswith("rollout-")],
+            [view.shares(name, WINDOW_SECONDS) for name in self._shown_roles() if name.startswith("rollout-")],
             staleness_mean=sum(recent) / len(recent) if recent else None,
             bound=self.config.staleness.bound,
             is_paused=bool(snapshot and snapshot.is_paused),
@@ -180,8 +188,8 @@ class RunSource:
         )
         return {
             role: {"times": [round(at, 2) for at, _ in window], **{n: [m.get(n) for _, m in window] for n in names}}
-            for role, window in sorted(self.feed.view.windows.items())
-            if role.startswith("rollout-")
+            for role in self._shown_roles()
+            if role.startswith("rollout-") and (window := self.feed.view.windows.get(role))
         }
 
     def config_text(self) -> str:

@@ -103,7 +103,8 @@ def _facts(
     facts = [
         ("written", when),
         ("status", f"{run['status']}: {run['reason']}" if run["reason"] else str(run["status"])),
-        ("steps", f"{len(steps)}, in {duration(seconds)} of training and {run['lives']} lives"),
+        ("steps", f"{len(steps)}, in {duration(seconds)} of training"),
+        ("lives", str(run["lives"])),
         (
             "mean reward",
             f"first step {mean_reward(steps[:1]):.3f}, last {LAST_STEPS} steps {mean_reward(steps[-LAST_STEPS:]):.3f}",

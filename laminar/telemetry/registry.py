@@ -1,4 +1,4 @@
-"""Every metric, declared once: name, unit, meaning.
+"""Every metric, declared once: name, unit, meaning, type.
 
 Names have the form `area/what_unit`. A name that ends in `*` stands for a family (`reward/term_*`). What is not declared
 here cannot be emitted. This module knows nothing of where metrics go.
@@ -7,17 +7,27 @@ here cannot be emitted. This module knows nothing of where metrics go.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from laminar.errors import InvariantError
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One declared metric."""
+    """One declared metric.
+
+    Attributes:
+        name: `area/what_unit`.
+        unit: empty for a plain number.
+        meaning: in a phrase.
+        type: a `counter` is what has come together since some start, and only rises until it begins again; a `gauge` is
+            the value of a moment or a step.
+    """
 
     name: str
     unit: str
     meaning: str
+    type: Literal["gauge", "counter"] = "gauge"
 
 
 METRICS: tuple[Metric, ...] = (
@@ -35,7 +45,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/grad_norm", "", "gradient norm before clipping"),
     Metric("train/learning_rate", "", "learning rate of the step"),
     Metric("train/tokens", "tokens", "sampled tokens trained in the step; padding and prompts do not count"),
-    Metric("train/skipped_steps", "steps", "steps skipped for safety; their number is published, weights unchanged"),
+    Metric(
+        "train/skipped_steps",
+        "steps",
+        "steps skipped for safety so far; their number is published, weights unchanged",
+        "counter",
+    ),
     Metric("train/micro_batches", "", "micro-batches of the step on each rank"),
     Metric("reward/mean", "", "mean reward of the trained trajectories"),
     Metric("reward/std", "", "population standard deviation of the same"),
@@ -59,13 +74,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/turns_mean", "turns", "sampled turns per trained trajectory"),
     Metric("rollout/chains_mean", "chains", "chains per trained trajectory; more than one if a context was rewritten"),
     Metric("rollout/count_*", "", "how often something was counted, per trained trajectory (`rollout/README.md`)"),
-    Metric("rollout/failures_*", "trajectories", "failed trajectories so far, by kind"),
+    Metric("rollout/failures_*", "trajectories", "failed trajectories so far, by kind", "counter"),
     Metric("staleness/versions_*", "versions", "staleness of the trained trajectories"),
     Metric("staleness/in_flight_versions_*", "versions", "the part of it gained while being sampled"),
     Metric("staleness/in_queue_versions_*", "versions", "the part of it gained while waiting in the buffer"),
     Metric("staleness/histogram_*", "trajectories", "trained trajectories of the step with this staleness"),
     Metric("staleness/masked_tokens", "tokens", "sampled tokens of the step that only their age kept out of the loss"),
-    Metric("staleness/dropped_groups", "groups", "groups evicted as too stale so far"),
+    Metric("staleness/dropped_groups", "groups", "groups evicted as too stale so far", "counter"),
     Metric(
         "staleness/trained_length_*",
         "trajectories",
@@ -107,29 +122,37 @@ METRICS: tuple[Metric, ...] = (
         "training stood still for weights that were being copied: the beginning of this version, the end of the one before",
     ),
     Metric("time/spool_seconds", "s", "writing the step into the replay spool"),
-    Metric("time/checkpoint_seconds", "s", "saving a checkpoint"),
-    Metric("time/state_*", "s", "seconds a role has spent in one state since its start; its states sum to its wall time"),
+    Metric("time/checkpoint_seconds", "s", "saving the last checkpoint; 0 before the first"),
+    Metric(
+        "time/state_*",
+        "s",
+        "seconds a role has spent in one state since its start; its states sum to its wall time",
+        "counter",
+    ),
     Metric("experience/ready_groups", "groups", "complete groups that wait"),
     Metric("experience/open_groups", "groups", "groups being played"),
     Metric("experience/bytes", "bytes", "payload bytes held or reserved"),
-    Metric("experience/producer_wait_seconds", "s", "no claim was granted, because `max_bytes` was reserved, so far"),
-    Metric("experience/admitted", "trajectories", "admitted so far"),
-    Metric("experience/trained", "trajectories", "trained so far"),
-    Metric("experience/evicted", "trajectories", "evicted so far"),
-    Metric("experience/filtered", "trajectories", "filtered so far"),
-    Metric("experience/failed", "trajectories", "failed so far"),
-    Metric("experience/refilled", "trajectories", "failures so far after which the member was played again"),
-    Metric("experience/abandoned", "trajectories", "evicted so far whose prompt had been issued again too often"),
+    Metric(
+        "experience/producer_wait_seconds", "s", "no claim was granted, because `max_bytes` was reserved, so far", "counter"
+    ),
+    Metric("experience/admitted", "trajectories", "admitted so far", "counter"),
+    Metric("experience/trained", "trajectories", "trained so far", "counter"),
+    Metric("experience/evicted", "trajectories", "evicted so far", "counter"),
+    Metric("experience/filtered", "trajectories", "filtered so far", "counter"),
+    Metric("experience/failed", "trajectories", "failed so far", "counter"),
+    Metric("experience/refilled", "trajectories", "failures so far after which the member was played again", "counter"),
+    Metric("experience/abandoned", "trajectories", "evicted so far whose prompt had been issued again too often", "counter"),
     Metric("experience/judged_groups", "groups", "complete groups judged by the filter since the last step"),
     Metric("experience/kept_ratio", "share", "of these, those kept as informative"),
     Metric("weights/trainer_version", "", "number of the newest published version"),
+    Metric("weights/min_replica_version", "", "number of the oldest version that a replica holds"),
     Metric("weights/publish_bytes", "bytes", "bytes of one version"),
     Metric(
         "weights/publish_bytes_per_second",
         "bytes/s",
         "these bytes over the seconds of the newest finished copy, beside training or not",
     ),
-    Metric("weights/skipped_publishes", "", "versions not offered because every slot was leased"),
+    Metric("weights/skipped_publishes", "", "versions not offered so far because every slot was leased", "counter"),
     Metric(
         "weights/broadcast_seconds",
         "s",
@@ -149,27 +172,54 @@ METRICS: tuple[Metric, ...] = (
     Metric("engine/running", "requests", "requests being decoded"),
     Metric("engine/waiting", "requests", "requests in the engine's queue"),
     Metric("engine/kv_use_ratio", "share", "key-value cache in use"),
-    Metric("engine/generated_tokens", "tokens", "tokens sampled so far by this worker's engines"),
+    Metric("engine/generated_tokens", "tokens", "tokens sampled so far by this worker's engines", "counter"),
     Metric("worker/open_trajectories", "trajectories", "episodes this worker plays now"),
-    Metric("worker/finished_trajectories", "trajectories", "episodes this worker ended so far"),
-    Metric("worker/aborted_trajectories", "trajectories", "episodes aborted so far because their group was lost or let go"),
+    Metric("worker/finished_trajectories", "trajectories", "episodes this worker ended so far", "counter"),
+    Metric(
+        "worker/aborted_trajectories",
+        "trajectories",
+        "episodes aborted so far because their group was lost or let go",
+        "counter",
+    ),
     Metric("worker/version_number", "", "number of the version this worker's engine holds; -1: unknown"),
-    Metric("worker/resumed_tokens", "tokens", "tokens of dead workers that this one did not have to sample again"),
-    Metric("worker/records_left_out", "trajectories", "trajectory records that came too fast, or could not be written"),
-    Metric("worker/guest_trajectories", "trajectories", "of these, those that other workers play on this engine"),
+    Metric(
+        "worker/resumed_tokens",
+        "tokens",
+        "tokens of dead workers that this one did not have to sample again, so far",
+        "counter",
+    ),
+    Metric(
+        "worker/records_left_out",
+        "trajectories",
+        "trajectory records so far that came too fast, or could not be written",
+        "counter",
+    ),
+    Metric("worker/guest_trajectories", "trajectories", "episodes of other workers that this engine plays"),
     Metric("worker/away_groups", "groups", "groups of this worker that are generated by other engines"),
     Metric("worker/in_flight_limit", "groups", "groups that this worker plays at once at most, by its engine's pressure"),
-    Metric("worker/moved_trajectories", "trajectories", "trajectories of this worker that were moved elsewhere so far"),
-    Metric("engine/preempted_requests", "requests", "sent back to the queue because the cache was full, so far"),
-    Metric("repack/plans", "", "plans so far that moved something"),
-    Metric("repack/released_replicas", "replicas", "emptied by moves so far"),
-    Metric("repack/moved_trajectories", "trajectories", "moved by plans so far"),
-    Metric("repack/failed_moves", "trajectories", "moves of plans that came to nothing so far; they stayed where they were"),
-    Metric("repack/plan_seconds", "s", "CPU time spent making plans so far"),
+    Metric(
+        "worker/moved_trajectories",
+        "trajectories",
+        "trajectories of this worker that were moved elsewhere so far",
+        "counter",
+    ),
+    Metric("engine/preempted_requests", "requests", "sent back to the queue because the cache was full, so far", "counter"),
+    Metric("repack/plans", "", "plans so far that moved something", "counter"),
+    Metric("repack/released_replicas", "replicas", "emptied by moves so far", "counter"),
+    Metric("repack/moved_trajectories", "trajectories", "moved by plans so far", "counter"),
+    Metric(
+        "repack/failed_moves",
+        "trajectories",
+        "moves of plans that came to nothing so far; they stayed where they were",
+        "counter",
+    ),
+    Metric("repack/plan_seconds", "s", "CPU time spent making plans so far", "counter"),
     Metric("repack/replicas", "replicas", "replicas in the directory"),
     Metric("repack/kv_use_ratio", "share", "context of open trajectories over capacity, mean over replicas"),
-    Metric("worker/engine_restarts", "", "engines this worker restarted"),
-    Metric("worker/rejected_weights", "", "times that this worker's engine did not hold the weights it should"),
+    Metric("worker/engine_restarts", "", "engines this worker restarted so far", "counter"),
+    Metric(
+        "worker/rejected_weights", "", "times so far that this worker's engine did not hold the weights it should", "counter"
+    ),
     Metric("eval/accuracy", "", "mean evaluation reward on held-out prompts (mean@n, if each is answered n times)"),
     Metric("eval/accuracy_low", "", "lower end of its 95 % interval, by the spread between prompts"),
     Metric("eval/accuracy_high", "", "upper end of the same"),
@@ -182,8 +232,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("resume/kept_groups", "groups", "complete groups kept when the lineage was opened"),
     Metric("resume/regenerated_prompts", "prompts", "to be generated again when the lineage was opened"),
     Metric("resume/lost_prompts", "prompts", "untrained, and neither kept nor to be generated again; must be 0"),
-    Metric("faults/restarts_*", "", "restarts of a role so far"),
-    Metric("system/host_memory_bytes", "bytes", "resident memory of all processes of the run, shared pages counted once"),
+    Metric("faults/restarts_*", "", "restarts of a role so far", "counter"),
+    Metric(
+        "system/host_memory_bytes",
+        "bytes",
+        "resident memory of all processes of the run on the driver's machine, shared pages counted once",
+    ),
+    Metric("system/shared_memory_bytes", "bytes", "weight versions in the shared memory of the driver's machine"),
+    Metric("system/cpu_ratio", "share", "of the driver's cores, what the run's processes used in the last two seconds"),
 )
 
 _EXACT = {metric.name for metric in METRICS if "*" not in metric.name}

@@ -25,8 +25,8 @@ class Event:
 
     Attributes:
         role: who says so (`trainer-0`, `rollout-1`, `supervisor`).
-        kind: `step`, `worker`, `clock`, `relay`, `repack`, `waiting`, `restored`, `evaluation`, `control`, `notice`,
-            `alert`, `retired` or `begin`.
+        kind: `step`, `worker`, `clock`, `relay`, `system`, `repack`, `waiting`, `restored`, `evaluation`, `control`,
+            `notice`, `alert`, `retired` or `begin`.
         time: Unix seconds.
         metrics: declared names to values.
         fields: anything else (texts, histograms), JSON-like.

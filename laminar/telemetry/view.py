@@ -28,6 +28,9 @@ LARGEST = (
 SMALLEST = ("weights/broadcast_bytes_per_second", "weights/pull_bytes_per_second")
 """What relays and workers last measured of a version, shown with every step as that of the worst of them."""
 
+UNKNOWN = -1.0
+"""Version number of an engine that is being restarted."""
+
 
 @dataclass(slots=True)
 class GenerationMeter:
@@ -76,7 +79,9 @@ class RunView:
     latest: dict[str, float] = field(default_factory=dict)
     workers: dict[str, dict[str, float]] = field(default_factory=dict)
     roles: dict[str, dict[str, float]] = field(default_factory=dict)
+    heard_at: dict[str, float] = field(default_factory=dict)
     relays: dict[str, dict[str, float]] = field(default_factory=dict)
+    system: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     step_ends: list[float] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
@@ -107,7 +112,8 @@ class RunView:
                 for name in SUMMED_OVER_WORKERS:
                     self._totals[name].remember(event.role, event.metrics.get(name, 0.0))
                 self.generation.begin(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
-                self.roles[event.role] = self.workers[event.role] = event.metrics
+                self.workers[event.role] = event.metrics
+                self._hear(event)
             case _:
                 self.apply(event)
 
@@ -117,16 +123,18 @@ class RunView:
             case "step":
                 return self._apply_step(event)
             case "clock":
-                self.roles[event.role] = event.metrics
+                self._hear(event)
             case "worker":
-                self.roles[event.role] = event.metrics
+                self._hear(event)
                 self.workers[event.role] = event.metrics
                 self.generation.report(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
                 for name in SUMMED_OVER_WORKERS:
                     self._totals[name].report(event.role, event.metrics.get(name, 0.0))
             case "relay":
-                self.roles[event.role] = event.metrics
+                self._hear(event)
                 self.relays[event.role] = event.metrics
+            case "system":
+                self.system = event.metrics
             case "evaluation":
                 self.accuracies[int(event.fields["step"])] = event.metrics["eval/accuracy"]
             case "waiting":
@@ -136,11 +144,14 @@ class RunView:
                     self.restores = [*self.restores[-9:], str(event.fields["text"])]
                     self.notices = [*self.notices[-49:], self.restores[-1]]
             case "retired":
-                for known in (self.roles, self.workers, self.relays):
+                for known in (self.roles, self.workers, self.relays, self.heard_at):
                     known.pop(str(event.fields.get("role")), None)
             case "notice" | "control" | "alert":
                 self.notices = [*self.notices[-49:], f"{event.role}: {event.fields.get('text', '')}"]
         return {}
+
+    def _hear(self, event: Event) -> None:
+        self.roles[event.role], self.heard_at[event.role] = event.metrics, event.time
 
     def _apply_step(self, event: Event) -> dict[str, float]:
         metrics = dict(event.metrics)
@@ -160,7 +171,7 @@ class RunView:
             metrics[name] = self._totals[name].report(event.role, metrics[name])
         for name in SUMMED_OVER_WORKERS:
             metrics[name] = self._totals[name].value
-        metrics |= self._worst_of_roles()
+        metrics |= self._worst_of_roles() | self.system
         for name, value in metrics.items():
             if name.startswith("staleness/histogram_"):
                 self.staleness[int(name.rpartition("_")[2])] += int(value)
@@ -176,6 +187,9 @@ class RunView:
             for name in names:
                 if values := [role[name] for role in roles if name in role]:
                     worst[name] = pick(values)
+        held = [worker.get("worker/version_number", UNKNOWN) for worker in self.workers.values()]
+        if known := [number for number in held if number != UNKNOWN]:
+            worst["weights/min_replica_version"] = min(known)
         return worst
 
     def seconds_left(self) -> float | None:

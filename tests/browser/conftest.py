@@ -13,6 +13,7 @@ from playwright.sync_api import sync_playwright
 
 from laminar.cluster.processes import end_processes
 from laminar.run_folder import RunFolder
+from laminar.telemetry.files import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,7 @@ class LiveRun:
         self.folder = self._wait(lambda: next(iter((directory / "runs").glob("tiny-*")), None), "the run folder")
         self.folder = RunFolder(self.folder)
         self.url = self._wait(lambda: self.folder.read_state().dashboard_url, "the dashboard")
-        self._wait(lambda: self.folder.metrics.exists() and self.folder.metrics.read_text().count('"step"') > 4, "steps")
+        self.wait_for_step(5)
 
     def _wait(self, condition, name, seconds=300.0):
         deadline = time.monotonic() + seconds
@@ -51,6 +52,10 @@ class LiveRun:
             assert self.process.poll() is None, self.output.read_text()
             assert time.monotonic() < deadline, f"waited {seconds} s for {name}:\n{self.output.read_text()}"
             time.sleep(0.1)
+
+    def wait_for_step(self, step):
+        """Until so many steps have ended."""
+        self._wait(lambda: sum(line["kind"] == "step" for line in read_lines(self.folder.metrics)) >= step, f"step {step}")
 
     def kill_role(self, role):
         os.kill(self.folder.read_state().roles[role], signal.SIGKILL)

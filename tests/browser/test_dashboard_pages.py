@@ -34,6 +34,20 @@ def test_reward_and_staleness_move_while_the_run_goes_on(page, live):
     assert page.locator("#status").inner_text() == "running"
 
 
+def test_legends_show_the_last_values_where_nothing_is_pointed_at(page, live):
+    page.goto(live.url)
+    page.wait_for_function(
+        "() => { const shown = [...document.querySelectorAll('figure:has([aria-label^=Staleness]) .u-value')];"
+        " return shown.length === 5 && shown.every((value) => /^[\\d.]+$/.test(value.textContent)); }"
+    )
+    page.goto(f"{live.url}/#/staleness")
+    page.wait_for_function(
+        "() => { const shown = [...document.querySelectorAll('figure:has([aria-label^=Trained]) .u-value')].slice(1);"
+        " const sum = shown.reduce((sum, one) => sum + parseInt(one.textContent), 0);"
+        " return shown.length === 3 && Math.abs(sum - 100) <= 2; }"  # shares, each rounded
+    )
+
+
 def test_a_trajectory_is_found_by_filters_and_coloured(page, live):
     page.goto(f"{live.url}/#/trajectories")
     page.wait_for_selector("tbody tr a")

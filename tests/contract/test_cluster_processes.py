@@ -1,14 +1,17 @@
 """No process outlives its run: the mark finds a whole tree, the sentinel ends it when its supervisor dies."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
 from laminar.cluster.roles import RUN_ID_VARIABLE
+from laminar.cluster.usage import UsageMeter, held_bytes, processor_seconds
 
 TREE = """import subprocess, sys, time
 subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
@@ -34,6 +37,43 @@ def test_the_mark_finds_grandchildren_in_sessions_of_their_own_and_ends_them():
     assert end_processes(run_id, 10.0) == []
     assert process.wait(5) == -signal.SIGKILL
     assert marked_processes(run_id) == []
+
+
+def test_use_is_that_of_the_runs_processes_and_of_its_own_shared_memory(tmp_path):
+    run_id = uuid.uuid4().hex
+    for name, size in ((f"laminar-{run_id}-node", 40_960), ("laminar-other-node", 81_920)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "slot").write_bytes(b"1" * size)
+    meter = UsageMeter(run_id, tmp_path)
+    first = meter.measure()
+    assert first["system/cpu_ratio"] == 0
+    assert 40_960 <= first["system/shared_memory_bytes"] < 81_920  # the folder may take a block of its own
+    before = processor_seconds([os.getpid()])[os.getpid()]
+    while processor_seconds([os.getpid()])[os.getpid()] < before + 0.02:
+        sum(range(100_000))
+    second = meter.measure()
+    assert second["system/cpu_ratio"] > 0
+    assert second["system/host_memory_bytes"] > 1_000_000
+    assert held_bytes([tmp_path / "gone"]) == 0
+    assert processor_seconds([2**22 + 1]) == {}
+
+
+def test_folders_that_come_and_go_while_they_are_measured_are_no_error(tmp_path):
+    """As the store's versions do; each round of the one is many of the other."""
+    ending = threading.Event()
+
+    def churn():
+        while not ending.is_set():
+            (tmp_path / "versions" / "0.1" / "inner").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "versions")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert all(held_bytes([tmp_path]) >= 0 for _ in range(2000))
+    finally:
+        ending.set()
+        thread.join()
 
 
 def test_another_runs_processes_are_left_alone():

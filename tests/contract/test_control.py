@@ -106,6 +106,20 @@ async def test_what_is_no_request_is_passed_over(desk, redis_client, run_id, jun
     assert await ask(redis_client, run_id, Request.make(TOKEN, Verb.STOP, {}, "test")) == "done it"
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"asked_at": "now"}, {"signature": "\u00e9"}, {"signature": None}, {"arguments": {"how": 1}}, {"arguments": []},
+        {"request_id": [1]}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_a_request_with_a_value_of_another_type_cannot_be_read(values):
+    text = Request.make(TOKEN, Verb.STOP, {"how": "now"}, "test").to_json()
+    assert Request.read(text.encode()).arguments == {"how": "now"}
+    with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
+        Request.read(json.dumps({**json.loads(text), **values}).encode())
+
+
 async def test_asking_a_run_that_nobody_serves_ends_by_its_deadline(redis_client, run_id):
     with pytest.raises(RunNotAliveError, match="did not answer within"):
         await ask(redis_client, run_id, Request.make(TOKEN, Verb.STOP, {}, "test"), seconds=0.05)

@@ -9,13 +9,14 @@ import pytest
 
 from laminar.config.load import dump_toml
 from laminar.config.root import LaminarConfig
-from laminar.dashboard.address import bind, port_owner, url_of
+from laminar.dashboard.address import allowed_hosts, bind, port_owner, url_of
 from laminar.dashboard.app import FILES, make_app
-from laminar.dashboard.guard import MAX_BODY_BYTES
+from laminar.dashboard.guard import MAX_BODY_BYTES, Guard
 from laminar.dashboard.source import RunSource
 from laminar.errors import EnvironmentSetupError
 from laminar.run_folder import RunFolder, RunState
 from laminar.telemetry.files import MetricsFile
+from laminar.telemetry.stream import Event
 from laminar.telemetry.timeline import TimelineFile
 from laminar.trajectories import append_step
 from rollout.scripted import CodePointTokenizer
@@ -96,6 +97,16 @@ async def test_the_state_of_a_finished_run_is_answered_from_its_folder(ask):
     assert state["roles"]["trainer-0"]["silent_seconds"] is None
 
 
+def test_a_worker_that_was_scaled_away_is_shown_no_more_while_the_run_lives(folder):
+    source = RunSource(folder)
+    source.feed.is_alive = True
+    for role in ("rollout-0", "rollout-1"):
+        source.feed.view.apply(Event(role, "worker", 1.0, {"time/state_decode_seconds": 1.0}, {}))
+    source.feed.view.apply(Event("supervisor", "retired", 2.0, {}, {"role": "rollout-1"}))
+    assert (list(source.state()["roles"]), list(source.replicas())) == (["rollout-0"], ["rollout-0"])
+    assert "rollout-1" not in source.prometheus()
+
+
 async def test_history_timeline_logs_config_and_metrics_are_answered(ask):
     _, _, history = await ask("/api/history", query="names=train/*&points=10")
     assert (history["steps"], list(history["columns"])) == ([1, 2, 3], ["train/loss"])
@@ -159,6 +170,28 @@ async def test_a_host_that_is_not_ours_is_refused(ask, host):
 @pytest.mark.parametrize("host", ["localhost:7860", "127.0.0.1", "[::1]:7860"])
 async def test_loopback_names_are_served(ask, host):
     assert (await ask("/api/state", host=host))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("bound_to", "name", "status"),
+    [
+        ("0.0.0.0", "10.1.2.3:7860", 200), ("::", "[fe80::1]:7860", 200), ("0.0.0.0", "evil.example", 421),
+        ("0.0.0.0", "10.1.2.3.evil.example", 421), ("0.0.0.0", "any address", 421), ("10.1.2.3", "10.1.2.3:7860", 200),
+        ("10.1.2.3", "10.1.2.4:7860", 421), ("127.0.0.1", "10.1.2.3:7860", 421),
+    ],
+)  # fmt: skip
+async def test_a_dashboard_that_is_open_to_others_is_called_by_its_numbers_and_by_no_foreign_name(bound_to, name, status):
+    answers = []
+
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message):
+        answers.append(message.get("status"))
+
+    scope = {"type": "http", "method": "GET", "headers": [(b"host", name.encode())], "query_string": b""}
+    await Guard(application, allowed_hosts(bound_to))(scope, None, send)
+    assert answers[0] == status
 
 
 async def test_another_pages_origin_is_refused_and_our_own_is_not(ask):

@@ -229,13 +229,13 @@ async def test_moving_back_and_forth_and_again_to_where_it_is_changes_nothing(ma
 
 
 async def test_moves_before_the_first_token_are_no_aborts_to_the_episode(make_nodes):
-    """It would take seven in a row for an engine that fails."""
+    """It would take thirteen in a row for an engine that fails."""
     a, b = await make_nodes("a", "b")
     answer = Answer()
     for node in (a, b):
         await node.servers[0].loop.call(lambda book: book.pause("in_place"))
     async with playing(a, answer) as (seat, task):
-        for target in (b, a) * 4:
+        for target in (b, a) * 7:
             await until(lambda: a.num_asked + b.num_asked == 1, "one request")
             assert await seat.move(target.harbour.url)
         for node in (a, b):

@@ -1,5 +1,6 @@
 """Whole runs, as a user starts them: the `laminar` command, real Ray, Valkey, DeepSpeed and engines."""
 
+import contextlib
 import json
 import os
 import signal
@@ -71,6 +72,10 @@ class Run:
         pids = marked_processes(self.folder.path.name)
         return [pid for pid in pids if b"rollout.engines.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
+    def open_ports(self) -> list[str]:
+        """Where processes of the run listen, on other addresses than loopback."""
+        return listening([self.process.pid, *marked_processes(self.folder.path.name)])
+
     def leftovers(self) -> list[str]:
         """Everything of the run that is still there: processes, shared memory, scratch folders."""
         run_id = self.folder.path.name
@@ -85,6 +90,28 @@ class Run:
         while left := self.leftovers():
             assert time.monotonic() < deadline, f"still there after {seconds} s: {left}"
             time.sleep(0.1)
+
+
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+"""127.0.0.1, ::1 and ::ffff:127.0.0.1, as the kernel writes them."""
+
+
+def listening(pids: list[int]) -> list[str]:
+    """Listening TCP sockets of these processes that are reached from elsewhere: address, port and command."""
+    sockets = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            address, _, port = local.partition(":")
+            if state == "0A" and address not in LOOPBACK:
+                sockets[f"socket:[{inode}]"] = f"{address} port {int(port, 16)}"
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            names = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:100]
+            found += [f"{sockets[name]}: {command}" for name in names if name in sockets]
+    return found
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ EMULATED = (
     "eval.path=",
     "metrics.trajectory_rate=1.0",
 )
-SO_FAR = [metric.name for metric in METRICS if metric.meaning.endswith("so far") and "*" not in metric.name]
+SO_FAR = [metric.name for metric in METRICS if metric.type == "counter" and "*" not in metric.name]
 
 
 def printed_step(run):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from laminar import doctor
 from laminar.cli.main import app
+from laminar.cli.status import as_text
 from laminar.config.load import dump_toml
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError, EnvironmentSetupError, RunNotAliveError
@@ -65,6 +66,23 @@ def test_a_kept_trajectory_is_shown_by_the_beginning_of_its_id(folder):
     assert "reward 0.25; not trained" in result.stdout
     record = json.loads(run_command("show", folder.path, "00000003-000", "--json").stdout)
     assert record["chains"][0][1]["token_ids"] == [7, 8, 9]
+
+
+def test_facts_are_told_in_words():
+    assert (
+        as_text({"trained": 8, "failed": {"tool": 2, "engine": 1}, "evicted": {}})
+        == "trained 8, failed 3 (tool 2, engine 1), evicted 0"
+    )
+    assert (as_text([]), as_text(["one", "two"]), as_text({}), as_text(0.5)) == ("none", "one; two", "none", "0.5")
+
+
+def test_kept_trajectories_are_listed_where_none_is_named(folder):
+    result = run_command("show", folder.path)
+    assert re.search(r"00000003-000 +0\.25 +3 +0 +- +- +", result.stdout), result.stdout
+    assert "1 of 1 kept" in " ".join(result.stdout.split())
+    (summary,) = json.loads(run_command("show", folder.path, "--json").stdout)
+    assert (summary["trajectory_id"], summary["num_sampled_tokens"]) == ("00000003-000", 3)
+    assert "'newest', 'reward_low'" in str(run_command("show", folder.path, "--order", "odd").exception)
 
 
 def test_a_trajectory_that_is_not_kept_is_refused_with_the_setting_to_change(folder):

@@ -197,6 +197,19 @@ def test_thinned_points_are_means_over_neighbouring_steps(metrics):
     assert thin == {"steps": [3, 6, 9, 10], "columns": {"a": [2.0, 5.0, 8.0, 10.0]}, "steps_per_point": 3}
 
 
+def test_rates_are_tokens_over_time_also_over_several_steps(metrics):
+    file, history = metrics
+    name = "throughput/trained_tokens_per_second"
+    for step, (rate, seconds) in enumerate([(9.0, 7.0), (100.0, 1.0), (10.0, 9.0), (50.0, 2.0), (20.0, 1.0)], start=1):
+        file.append("step", step, {name: rate, "time/step_seconds": seconds})
+    file.append("step", 6, {"time/step_seconds": 3.0})  # nothing is known of its tokens
+    history.refresh()
+    # (9 x 7 + 100 x 1 + 10 x 9) / 17, and (50 x 2 + 20 x 1) / 3
+    assert history.thinned(2, [name])["columns"][name] == pytest.approx([253 / 17, 40.0])
+    assert history.recent(4) == pytest.approx({name: 210 / 12, "time/step_seconds": 15 / 4})
+    assert History(history.path.with_name("none")).recent(4) == {}
+
+
 def test_shares_come_from_the_last_minutes_only():
     view = LiveView()
     for at, decode, idle in [(0.0, 0.0, 0.0), (100.0, 100.0, 0.0), (200.0, 100.0, 100.0)]:
@@ -266,7 +279,7 @@ def test_prometheus_text_is_read_back_by_the_reference_parser():
     text = render_metrics(
         [
             ("train/loss", run, 0.25), ("staleness/histogram_2", run, 7.0), ("reward/term_digits", run, 1.0),
-            ("time/state_idle_staleness_seconds", {**run, "role": "rollout-0"}, 3.5), ("not/declared", run, 1.0),
+            ("throughput/trained_tokens_per_second", run, 3.5), ("not/declared", run, 1.0),
         ],
         [("laminar_up", "whether it lives", run, 1.0)],
     )  # fmt: skip
@@ -276,9 +289,21 @@ def test_prometheus_text_is_read_back_by_the_reference_parser():
         ("laminar_train_loss", r): 0.25,
         ("laminar_staleness_histogram", r, ("versions", "2")): 7.0,
         ("laminar_reward_term", r, ("term", "digits")): 1.0,
-        ("laminar_time_state_seconds", ("role", "rollout-0"), r, ("state", "idle_staleness")): 3.5,
+        ("laminar_throughput_trained_tokens_per_second", r): 3.5,
         ("laminar_up", r): 1.0,
     }
+
+
+def test_what_only_rises_is_a_counter_and_the_rest_is_a_gauge():
+    role = {"role": "rollout-0"}
+    text = render_metrics(
+        [("time/state_idle_staleness_seconds", role, 3.5), ("experience/failed", {}, 2.0), ("train/loss", {}, 1.0)]
+    )
+    assert "# TYPE laminar_time_state_seconds counter\n" in text
+    assert 'laminar_time_state_seconds{role="rollout-0",state="idle_staleness"} 3.5\n' in text
+    assert "# TYPE laminar_experience_failed counter\n" in text
+    assert "# TYPE laminar_train_loss gauge\n" in text
+    assert {f.type for f in text_string_to_metric_families(text)} == {"counter", "gauge"}
 
 
 def test_every_declared_metric_has_a_name_that_prometheus_takes():
@@ -290,12 +315,19 @@ def test_every_declared_metric_has_a_name_that_prometheus_takes():
 def test_secrets_are_starred_and_settings_are_not():
     tree = {
         "experience": {"redis_url": "redis://me:hunter2@host:6379/0"},
-        "environment": {"options": {"api_key": "sk-1", "judge_token": "t", "nested": [{"password": "p"}]}},
+        "environment": {
+            "options": {
+                "api_key": "sk-1",
+                "judge_token": "t",
+                "nested": [{"password": "p"}],
+                "headers": {"Authorization": "Bearer b", "X-Api-Key": "x"},
+            }
+        },
         "alerts": {"webhook": "https://chat.example/hooks/h00k"},
         "model": {"tokenizer": "models/tiny"},
         "rollout": {"max_new_tokens": 8},
     }
     shown = json.dumps(redact(tree))
-    assert not any(secret in shown for secret in ("hunter2", "sk-1", '"t"', '"p"', "h00k"))
+    assert not any(secret in shown for secret in ("hunter2", "sk-1", '"t"', '"p"', "h00k", "Bearer", '"x"'))
     assert "models/tiny" in shown
     assert redact(tree)["rollout"] == {"max_new_tokens": 8}

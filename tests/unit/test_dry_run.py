@@ -202,6 +202,13 @@ def test_the_command_prints_the_plan_and_ends_with_3_where_it_does_not_fit(files
     assert "the run does not fit: GPU 0 of machine 0 can hold 76.0 GB" in str(bad)
 
 
+def test_the_note_about_busy_threads_counts_the_cores_that_were_described(files):
+    command = ["check", "--dry-run", str(files / "c.toml"), "--gpus", "1", "--memory-gb", "900", "--gpu-gb", "300"]
+    many = "rollout.num_workers=7"  # and one trainer rank: 8 threads
+    assert "8 busy threads on 6 cores" in CliRunner().invoke(app, [*command, "--cores", "6", many]).stdout
+    assert "busy threads" not in CliRunner().invoke(app, [*command, "--cores", "8", many]).stdout
+
+
 def test_a_model_without_files_leaves_the_placement():
     settings = config()
     assert "cannot be estimated" in describe(make_plan(settings, [CPU_BOX], None), settings)

@@ -129,10 +129,11 @@ async def test_an_abort_on_the_last_budgeted_token_ends_by_length():
     assert len(engine.requests) == 1
 
 
-async def test_an_engine_that_only_aborts_is_given_up():
+async def test_an_engine_that_only_aborts_is_given_up(monkeypatch):
+    monkeypatch.setattr("rollout.turn._LONGEST_DELAY_SECONDS", 0.0)
     trajectory = await play(ScriptedEngine([Generation((), FinishReason.ABORT)] * 20))
     assert trajectory.failure.kind is FailureKind.ENGINE
-    assert "aborted 7 times" in trajectory.failure.text
+    assert "aborted 13 times" in trajectory.failure.text
 
 
 @pytest.mark.parametrize(

@@ -220,11 +220,12 @@ async def test_a_resumable_environment_is_replayed_with_the_answers_that_were_ke
     assert engine.requests[0].sampling.max_new_tokens == 8 - 5
 
 
-async def test_an_engine_that_fails_before_a_token_is_a_failure_and_one_that_fails_behind_some_is_asked_again():
+async def test_an_engine_that_fails_before_a_token_is_a_failure_and_one_that_fails_behind_some_is_asked_again(monkeypatch):
+    monkeypatch.setattr("rollout.turn._LONGEST_DELAY_SECONDS", 0.0)
     fresh = await play(ScriptedEngine([EngineError("gone")]), journal(Store()))
     assert "the engine failed: gone" in fresh.failure.text
     behind = ScriptedEngine([Generation((part([1, 2]),), FinishReason.ABORT), EngineError("gone"), "c"])
     trajectory = await play(behind, journal(Store()))
     assert trajectory.chains[0].token_ids()[2:].tolist() == [1, 2, ord("c")]
-    for_ever = ScriptedEngine([Generation((part([1, 2]),), FinishReason.ABORT)] + [EngineError("gone")] * 9)
-    assert "7 times in a row without a new token: gone" in (await play(for_ever, journal(Store()))).failure.text
+    for_ever = ScriptedEngine([Generation((part([1, 2]),), FinishReason.ABORT)] + [EngineError("gone")] * 14)
+    assert "13 times in a row without a new token: gone" in (await play(for_ever, journal(Store()))).failure.text

@@ -20,6 +20,16 @@ def test_state_round_trips_and_is_readable_by_its_owner_only(tmp_path):
     assert stat.S_IMODE((folder.path / "state.json").stat().st_mode) == 0o600
 
 
+def test_settings_are_replaced_whole_and_are_readable_by_their_owner_only(tmp_path):
+    folder = RunFolder.create(tmp_path, "a")
+    folder.write_config("a = 1\n")
+    with folder.config.open() as reader:  # who has begun to read goes on with what was there
+        folder.write_config("b = 2\n")
+        assert reader.read() == "a = 1\n"
+    assert folder.config.read_text() == "b = 2\n"
+    assert stat.S_IMODE(folder.config.stat().st_mode) == 0o600
+
+
 def test_a_folder_that_is_no_run_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(ConfigError, match="not a run folder"):
         RunFolder.open(tmp_path)

@@ -1,11 +1,13 @@
 """Throughput and generation accounting (case D29), by hand calculation."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from laminar.errors import InvariantError
 from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.telemetry.metrics_table import metrics_table
 from laminar.telemetry.registry import METRICS, check_declared
 from laminar.telemetry.report import closing_report, summarize
 from laminar.telemetry.stream import Event
@@ -38,6 +40,26 @@ def test_d29_generated_and_trained_are_two_numbers():
     metrics = view.apply(step_event(3, 1500, 3.0, 103.0))
     assert metrics["throughput/generated_tokens_per_second"] == pytest.approx(633.333333)
     assert metrics["throughput/trained_tokens_per_second"] == pytest.approx(500.0)
+
+
+def test_a_step_tells_of_the_oldest_version_that_a_replica_holds_and_of_what_the_machine_bears():
+    view = RunView(max_steps=3)
+    for role, number in (("rollout-0", 7.0), ("rollout-1", 5.0), ("rollout-2", -1.0)):  # the last one's engine is restarted
+        view.apply(Event(role, "worker", 100.0, {"worker/version_number": number}, {}))
+    view.apply(Event("supervisor", "system", 100.0, {"system/cpu_ratio": 0.5}, {}))
+    metrics = view.apply(step_event(8, 10, 1.0, 101.0))
+    assert (metrics["weights/min_replica_version"], metrics["system/cpu_ratio"]) == (5.0, 0.5)
+
+
+def test_the_docs_table_of_metrics_is_that_of_the_registry():
+    file = Path(__file__).resolve().parents[2] / "laminar" / "telemetry" / "METRICS.md"
+    assert file.read_text() == metrics_table(), "python -m laminar.telemetry.metrics_table > laminar/telemetry/METRICS.md"
+    assert all(f"| `{metric.name}` |" in file.read_text() for metric in METRICS)
+
+
+def test_what_is_counted_so_far_is_a_counter_and_nothing_else_is():
+    counted = {m.name for m in METRICS if "so far" in m.meaning or "since its start" in m.meaning}
+    assert {metric.name for metric in METRICS if metric.type == "counter"} == counted
 
 
 def test_d29_a_step_logged_before_a_crash_appears_once_after_the_resume(tmp_path):

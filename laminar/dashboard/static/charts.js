@@ -1,5 +1,5 @@
 // Charts over steps, drawn by uPlot (vendored). A chart knows metric names and colours, not where data comes from.
-import { el, show } from "./dom.js";
+import { clock, el, percent, show } from "./dom.js";
 
 export const colour = (index) => css(`--c${((index % 8) + 8) % 8}`);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -11,8 +11,26 @@ export function closeAll() { for (const chart of open) chart.close(); }
 function axes(unit, time) {
   const base = { stroke: css("--soft"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid") } };
   const short = (value) => (Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(0) : String(Number(value.toFixed(4))));
-  return [{ ...base, size: time ? 46 : 34 }, { ...base, size: 62, label: unit || undefined, labelSize: unit ? 18 : 0, values: (_, ticks) => ticks.map(short) }];
+  const times = time ? { space: 90, values: (_, ticks) => ticks.map(clock) } : {};
+  return [{ ...base, size: 34, ...times }, { ...base, size: 62, label: unit || undefined, labelSize: unit ? 18 : 0, values: (_, ticks) => ticks.map(short) }];
 }
+
+/* A y axis for what has a few peaks far above the rest: they are cut, so that the rest can be read. */
+export function cutPeaks(u, low, high) {
+  const values = u.data.slice(1).flat().filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
+  const usual = values[Math.floor(0.98 * (values.length - 1))] ?? high;
+  return [Math.min(0, low ?? 0), (high > 3 * usual && usual > 0 ? 1.5 * usual : 1.05 * high) || 1];
+}
+
+/* Of sums that `stacked` made, drawn from the topmost down: what a series adds to the one below it. */
+const ownShare = (data, place, index) => (index === null || index === undefined ? "–" : percent((data[place]?.[index] ?? 0) - (data[place + 1]?.[index] ?? 0)));
+
+/* Where each column has its last value. */
+const lastKnown = (data) => data.map((column) => {
+  let place = column.length - 1;
+  while (place > 0 && (column[place] === null || column[place] === undefined)) place -= 1;
+  return place;
+});
 
 /* series: [{label, colour, dash, fill, width}]; data: [x, y0, y1, ...] */
 export function lineChart({ title, note = "", unit = "", series, height = 200, time = false, range = null }) {
@@ -38,12 +56,12 @@ export function lineChart({ title, note = "", unit = "", series, height = 200, t
       axes: axes(unit, time),
       legend: { live: true },
       cursor: { drag: { x: true, y: false } },
-      hooks: { draw: [drawMarks] },
-      series: [{ label: time ? "time" : "step" }, ...series.map((one, place) => ({
+      hooks: { draw: [drawMarks], setLegend: [(u) => { if ((u.cursor.left ?? -1) < 0 && u.data[0].length) u.setLegend({ idxs: lastKnown(u.data) }, false); }] },
+      series: [{ label: time ? "time" : "step", value: (_, value) => (time && value ? clock(value) : show(value)) }, ...series.map((one, place) => ({
         label: one.label, stroke: one.colour ?? colour(place), width: one.width ?? 1.8, dash: one.dash, spanGaps: true,
         fill: one.fill ? one.colour ?? colour(place) : undefined, points: { show: one.points ?? undefined, size: 5 },
         paths: one.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
-        value: (_, value) => (one.hidden ? "" : show(value)),
+        value: (u, value, place, index) => (one.stacked ? ownShare(u.data, place, index) : show(value)),
       }))],
     };
     chart.shown = new uPlot(options, chart.data, plot);
@@ -51,7 +69,6 @@ export function lineChart({ title, note = "", unit = "", series, height = 200, t
   chart.update = (data, marks = []) => {
     chart.data = data; chart.marks = marks;
     if (!chart.shown) chart.rebuild(); else chart.shown.setData(data);
-    if ((chart.shown.cursor.left ?? -1) < 0) chart.shown.setLegend({ idx: data[0].length - 1 });
     const last = data.slice(1).map((column, place) => `${series[place].label} ${show(column[column.length - 1])}`).join(", ");
     plot.setAttribute("aria-label", `${title}: now ${last}`);
   };
@@ -78,7 +95,7 @@ export function bars({ title, note = "", unit = "" }) {
     const names = el("tr", {}, el("th", { scope: "col" }, unit), rows[0]?.values.map((value) => el("th", { scope: "col" }, value.label)) ?? [], el("th", { scope: "col" }, ""));
     body.replaceChildren(rows.length ? el("table", {}, el("thead", {}, names), el("tbody", {}, rows[0].values.length ? rows.map((row) => el("tr", {},
       el("th", { scope: "row" }, row.label),
-      row.values.map((value) => { const bar = meter(value.count / most, value.colour); return el("td", { class: "num" }, String(value.count), bar); }), el("td", {}, ""))) : [])) : el("p", { class: "soft" }, "None."));
+      row.values.map((value) => { const bar = meter(value.count / most, value.colour); return el("td", { class: "num" }, show(value.count), bar); }), el("td", {}, ""))) : [])) : el("p", { class: "soft" }, "None."));
   };
   return { element, set };
 }

@@ -20,7 +20,7 @@ export function show(value, digits = 3) {
   return size !== 0 && size < 0.001 ? value.toExponential(1) : value.toFixed(digits);
 }
 
-export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
+export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)}\u00a0%`);
 
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
@@ -47,17 +47,18 @@ export function tile(name) {
 }
 
 // A table whose body is replaced only when its text changed, so that the focus stays where it is.
-export function table(caption, columns) {
+export function table(caption, columns, empty = "") {
   const body = el("tbody");
   const heads = columns.map((column) => el("th", { scope: "col", class: column.num ? "num" : null }, column.title));
   const element = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
     el("table", { "aria-label": caption }, el("thead", {}, el("tr", {}, heads)), body));
-  let last = "";
+  let last = null;
   const set = (rows) => {
     const key = JSON.stringify(rows.map((row) => [row.class, row.cells.map((cell) => (cell instanceof Node ? cell.outerHTML : cell))]));
     if (key === last) return;
     last = key;
-    body.replaceChildren(...rows.map((row) => el("tr", { class: row.class || null },
+    if (!rows.length && empty) body.replaceChildren(el("tr", {}, el("td", { class: "soft", colspan: columns.length }, empty)));
+    else body.replaceChildren(...rows.map((row) => el("tr", { class: row.class || null },
       row.cells.map((cell, place) => el("td", { class: columns[place].num ? "num" : null }, cell ?? "–")))));
   };
   return { element, set };

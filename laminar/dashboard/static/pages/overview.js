@@ -1,8 +1,9 @@
 // Is it learning, how stale is it, who waits for whom, what should be changed?
 import { clock, duration, el, show, table, tile } from "../dom.js";
-import { colour, lineChart } from "../charts.js";
+import { colour, cutPeaks, lineChart } from "../charts.js";
 
 export const title = "Overview";
+const whole = (value) => (value === undefined ? value : Math.round(value));
 
 export function open(root) {
   const sentence = el("p", { class: "card sentence", id: "bottleneck" }, "…");
@@ -14,10 +15,10 @@ export function open(root) {
   const stale = lineChart({ title: "Staleness", unit: "versions", note: "of trained trajectories, against the bound", series: [
     { label: "bound", colour: colour(1), dash: [8, 5] }, { label: "max", colour: colour(3) }, { label: "p95", colour: colour(5) }, { label: "mean", colour: colour(0) }] });
   const depth = lineChart({ title: "Buffer", unit: "groups", series: [{ label: "ready", colour: colour(0) }, { label: "being played", colour: colour(4) }] });
-  const parts = lineChart({ title: "Step time", unit: "s", series: [{ label: "step", colour: colour(7) }, { label: "wait for a batch", colour: colour(1) },
+  const parts = lineChart({ title: "Step time", unit: "s", note: "rare peaks are cut", range: cutPeaks, series: [{ label: "step", colour: colour(7) }, { label: "wait for a batch", colour: colour(1) },
     { label: "forward, backward", colour: colour(0) }, { label: "publish stall", colour: colour(3) }] });
   const versions = table("Weight versions", [{ title: "role" }, { title: "state" }, { title: "version", num: true }, { title: "behind", num: true }]);
-  const marks = table("Marks", [{ title: "time" }, { title: "step", num: true }, { title: "what happened" }]);
+  const marks = table("Marks", [{ title: "time" }, { title: "step", num: true }, { title: "what happened" }], "Nothing so far: restarts, changed settings and notices stand here.");
   root.append(el("h1", {}, title), sentence, el("div", { class: "tiles" }, Object.values(tiles).map((one) => one.element)),
     el("div", { class: "charts" }, [reward, loss, speed, stale, depth, parts].map((chart) => chart.element)),
     el("h2", {}, "Weight versions"), el("div", { class: "card" }, versions.element),
@@ -26,12 +27,12 @@ export function open(root) {
   function onState(state) {
     const now = state.latest, buffer = state.buffer;
     sentence.textContent = state.bottleneck;
-    const left = (state.run.max_steps - state.step) * (now["time/step_seconds"] ?? NaN);
+    const recent = state.recent, left = (state.run.max_steps - state.step) * (recent["time/step_seconds"] ?? NaN);
     tiles.Step.set(`${show(state.step)} of ${show(state.run.max_steps)}`, state.run.is_alive && left > 0 ? `about ${duration(left)} left` : state.run.reason);
     tiles.Reward.set(show(now["reward/finished_mean"] ?? now["reward/mean"]), `trained ones ${show(now["reward/mean"])}`);
     tiles.Loss.set(show(now["train/loss"], 4), `mismatch KL ${show(now["mismatch/kl"])}`);
-    tiles.Trained.set(show(now["throughput/trained_tokens_per_second"]), "tokens/s");
-    tiles.Generated.set(show(now["throughput/generated_tokens_per_second"]), "tokens/s");
+    tiles.Trained.set(show(whole(recent["throughput/trained_tokens_per_second"])), "tokens/s, the last 20 steps");
+    tiles.Generated.set(show(whole(recent["throughput/generated_tokens_per_second"])), "tokens/s, the last 20 steps");
     tiles.Staleness.set(`${show(now["staleness/versions_max"])} of ${state.run.bound ?? "∞"}`, `mean ${show(now["staleness/versions_mean"], 2)}, policy ${state.run.policy}`);
     tiles.Buffer.set(show(now["experience/ready_groups"]), `groups ready; ${show(now["experience/open_groups"])} being played`);
     tiles.Weights.set(buffer.published ?? show(now["weights/trainer_version"]), `publish stall ${duration(now["time/publish_stall_seconds"])}`);

@@ -7,7 +7,7 @@ export const title = "Rollouts";
 export function open(root) {
   const replicas = table("Replicas", [{ title: "replica" }, { title: "state" }, { title: "version", num: true }, { title: "running", num: true }, { title: "waiting", num: true },
     { title: "open", num: true }, { title: "cache", num: true }, { title: "tokens", num: true }, { title: "finished", num: true }, { title: "failed", num: true },
-    { title: "aborted", num: true }, { title: "restarts", num: true }, { title: "decode", num: true }, { title: "idle", num: true }]);
+    { title: "aborted", num: true }, { title: "moved", num: true }, { title: "guests", num: true }, { title: "restarts", num: true }, { title: "decode", num: true }, { title: "idle", num: true }]);
   const charts = el("div", { class: "charts" });
   root.append(el("h1", {}, title), el("div", { class: "card" }, replicas.element), el("h2", {}, "The last minutes"), charts);
   const drawn = {};
@@ -40,7 +40,7 @@ export function open(root) {
       const idle = Object.entries(s).filter(([key]) => key.startsWith("idle")).reduce((sum, [, value]) => sum + value, 0);
       return { class: dead ? "dead" : "", cells: [name, dead ? `✕ silent for ${duration(role.silent_seconds)}` : role.state,
         m["worker/version_number"] < 0 ? "unknown" : show(m["worker/version_number"]), show(m["engine/running"]), show(m["engine/waiting"]), show(m["worker/open_trajectories"]),
-        percent(m["engine/kv_use_ratio"]), show(m["engine/generated_tokens"]), show(m["worker/finished_trajectories"]), show(failed), show(m["worker/aborted_trajectories"]),
+        percent(m["engine/kv_use_ratio"]), show(m["engine/generated_tokens"]), show(m["worker/finished_trajectories"]), show(failed), show(m["worker/aborted_trajectories"]), show(m["worker/moved_trajectories"] ?? 0), show(m["worker/guest_trajectories"] ?? 0),
         show(m["worker/engine_restarts"]), percent(s.decode ?? 0), percent(idle)] };
     })),
     close: () => clearInterval(timer),

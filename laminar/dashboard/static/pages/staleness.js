@@ -34,7 +34,7 @@ export function open(root) {
         shares?.close();
         num = wanted;
         shares = lineChart({ title: "Trained trajectories by staleness", note: "stacked shares", range: [0, 1],
-          series: [...Array(num).keys()].reverse().map((age) => ({ label: age === MAX_BANDS - 1 ? `${age} or more` : `${age}`, colour: colour(age), fill: true, hidden: true })) });
+          series: [...Array(num).keys()].reverse().map((age) => ({ label: age === MAX_BANDS - 1 ? `${age} or more` : `${age}`, colour: colour(age), fill: true, stacked: true })) });
         place.replaceChildren(shares.element);
       }
       const counts = [...Array(num).keys()].map(() => steps.map(() => 0));

@@ -4,12 +4,18 @@ import { colour } from "../charts.js";
 
 export const title = "Timeline";
 
-const STATES = ["decode", "train", "wait", "environment", "swap", "drain", "publish", "checkpoint", "spool", "idle", "idle_staleness", "idle_bytes", "idle_paused", "start", "restart", "restore"];
-const MEANINGS = { decode: "the engine samples", train: "forward, backward, update", wait: "trainer waits for a batch", environment: "episodes are open, none at the engine",
+const STATES = ["decode", "prefill", "train", "wait", "environment", "swap", "drain", "publish", "checkpoint", "spool", "idle", "idle_staleness", "idle_bytes", "idle_paused", "start", "restart", "restore"];
+const MEANINGS = { decode: "the engine samples", prefill: "the engine reads what was given", train: "forward, backward, update", wait: "trainer waits for a batch", environment: "episodes are open, none at the engine",
   swap: "takes new weights", drain: "ends what is open before a swap", publish: "hands weights out", checkpoint: "saves", spool: "writes the step down",
   idle: "nothing admitted", idle_staleness: "held back by the bound", idle_bytes: "held back by the buffer's bytes", idle_paused: "paused by request",
-  start: "is starting", restart: "its engine is restarted", restore: "replays steps" };
+  serve: "relay hands weights on", watch: "manager looks at loads", plan: "manager plans moves", start: "is starting", restart: "its engine is restarted", restore: "replays steps" };
 const TINTS = { decode: 0, train: 2, wait: 1, environment: 5, swap: 3, drain: 4, publish: 6, checkpoint: 7, spool: 7, start: 7, restart: 7, restore: 7 };
+const DARK = 0.18;
+/* Relative luminance (WCAG 2) of a colour such as #0072b2: whether black or white text can be read on it. */
+function isDark(hex) {
+  const parts = [1, 3, 5].map((place) => parseInt(hex.slice(place, place + 2), 16) / 255).map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] < DARK;
+}
 const tint = (state) => (state in TINTS ? colour(TINTS[state]) : getComputedStyle(document.documentElement).getPropertyValue("--line").trim());
 
 export function open(root) {
@@ -38,7 +44,7 @@ export function open(root) {
       for (const [state, start, end] of data.roles[name]) {
         const x = left + (start - data.begin) * scale, wide = Math.max(1, (end - start) * scale);
         c.fillStyle = tint(state); c.fillRect(x, top, wide, row - 7);
-        if (wide > 7.5 * state.length + 10) { c.fillStyle = "#000"; c.fillText(state, x + 5, top + row / 2 - 3); }
+        if (wide > 7.5 * state.length + 10) { c.fillStyle = isDark(tint(state)) ? "#fff" : "#000"; c.fillText(state, x + 5, top + row / 2 - 3); }
       }
     });
     c.fillStyle = text;

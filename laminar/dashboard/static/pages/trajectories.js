@@ -9,8 +9,8 @@ export function open(root) {
   const choice = (label, name, options) => { const input = el("select", { name }, options.map(([value, text]) => el("option", { value }, text))); return { input, element: el("label", {}, label, input) }; };
   const fields = [
     field("Text, id, worker, failure", { type: "search", name: "text" }),
-    field("Reward from", { type: "number", step: "any", name: "min_reward" }), field("to", { type: "number", step: "any", name: "max_reward" }),
-    field("Tokens from", { type: "number", min: 0, name: "min_tokens" }), field("to", { type: "number", min: 0, name: "max_tokens" }),
+    field("Reward from", { type: "number", step: "any", name: "min_reward" }), field("Reward to", { type: "number", step: "any", name: "max_reward" }),
+    field("Tokens from", { type: "number", min: 0, name: "min_tokens" }), field("Tokens to", { type: "number", min: 0, name: "max_tokens" }),
     field("Staleness from", { type: "number", min: 0, name: "min_staleness" }),
     choice("Outcome", "outcome", [["any", "any"], ["trained", "trained"], ["untrained", "not trained"], ["failed", "failed"]]),
     choice("Order", "order", [["newest", "newest"], ["reward_low", "lowest reward"], ["reward_high", "highest reward"], ["longest", "longest"], ["shortest", "shortest"], ["stalest", "stalest"]]),
