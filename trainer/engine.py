@@ -5,8 +5,10 @@ It does not know algorithms, batches or steps.
 
 import logging
 import math
+import random
 from collections.abc import Callable, Generator, Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +48,9 @@ class TrainerEngine:
 
     def __init__(self, config: LaminarConfig, ranks: Ranks, needs: frozenset[str] = frozenset()) -> None:
         torch.set_num_threads(config.trainer.num_threads)
-        torch.manual_seed(config.run.seed + ranks.rank)
+        seed = config.run.seed + ranks.rank
+        for begin in (torch.manual_seed, np.random.seed, random.seed):  # a user's algorithm may draw from any of them
+            begin(seed % 2**32)
         self.config = config
         self.ranks = ranks
         self.model = load_model(config.model, gradient_checkpointing=config.trainer.gradient_checkpointing).to(ranks.device)
