@@ -2,6 +2,7 @@
 
 import struct
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,14 @@ def test_the_command_prints_a_config_that_loads_again(load, tmp_path, capsys):
     explain_command(tmp_path / "run.toml", [], toml=True)
     (tmp_path / "again.toml").write_text(capsys.readouterr().out)
     assert load_config(tmp_path / "again.toml") == config
+
+
+def test_the_whole_config_is_printed_as_toml_with_its_secrets_starred(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("laminar.cli.explain.check_config", lambda config: [])
+    file = tmp_path / "run.toml"
+    file.write_text(f'model.path = "a"\nexperience.redis_url = "redis://me:hunter2@host:1"\n{D27}')
+    explain_command(file, toml=True)
+    printed = capsys.readouterr().out
+    assert "hunter2" not in printed
+    assert tomllib.loads(printed)["experience"]["redis_url"] == "redis://me:***@host:1"
+    assert tomllib.loads(printed)["rollout"]["group_size"] == 4
