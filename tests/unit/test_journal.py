@@ -1,6 +1,7 @@
 """The journal of a running trajectory: batches, ends, resuming."""
 
 import numpy as np
+import pytest
 
 from laminar.errors import EngineError
 from laminar.experience.partial import AppendOutcome, Partial, joined_turns
@@ -16,6 +17,12 @@ from rollout.scripted import CodePointTokenizer, ScriptedEngine
 
 GROUP = ClaimedGroup("00000007", 7, Prompt("p", "ca", {"answer": "x"}), (0, 1), 1, claim=3)
 CONTEXT = np.asarray([1, 2], np.int32)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    """Engines that fail are asked again at once."""
+    monkeypatch.setattr("rollout.turn._LONGEST_DELAY_SECONDS", 0.0)
 
 
 def part(ids, number=0, masked=0):
@@ -220,8 +227,7 @@ async def test_a_resumable_environment_is_replayed_with_the_answers_that_were_ke
     assert engine.requests[0].sampling.max_new_tokens == 8 - 5
 
 
-async def test_an_engine_that_fails_before_a_token_is_a_failure_and_one_that_fails_behind_some_is_asked_again(monkeypatch):
-    monkeypatch.setattr("rollout.turn._LONGEST_DELAY_SECONDS", 0.0)
+async def test_an_engine_that_fails_before_a_token_is_a_failure_and_one_that_fails_behind_some_is_asked_again():
     fresh = await play(ScriptedEngine([EngineError("gone")]), journal(Store()))
     assert "the engine failed: gone" in fresh.failure.text
     behind = ScriptedEngine([Generation((part([1, 2]),), FinishReason.ABORT), EngineError("gone"), "c"])
