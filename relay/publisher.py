@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from laminar.config.root import LaminarConfig
-from laminar.errors import ConfigError, RelayError
+from laminar.errors import ConfigError, DeadlineError, RelayError
 from laminar.types import WeightVersion
 from relay.locks import FileLock
 from relay.manifest import CHUNK_BYTES, Layout, Manifest, load_layout
@@ -30,6 +30,9 @@ from relay.writing import fill_slot, piece_checksums
 
 Until = Literal["begun", "copied", "visible"]
 """What a publish waits for: a free slot; that its tensors may change; that readers see the version."""
+
+COPY_SECONDS, FINISH_SECONDS = 600.0, 600.0
+"""Deadlines of a version's copy, and of its checksums and appearance: hundreds of times what large models take."""
 
 MODEL_FILE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 """What of a model folder goes into every version: config, tokenizer, chat template, the model's own code; no weights."""
@@ -164,21 +167,28 @@ class Publisher:
 
         Raises:
             RelayError: a tensor does not fit the layout (named); that version is dropped.
+            DeadlineError: the copy is not over in `COPY_SECONDS`.
         """
         copying, self._copying = self._copying, None
         if copying is None:
             return 0.0
-        if (error := copying.exception()) is not None:
-            self._finishing = None  # it ends with the same error
-            raise error
-        return copying.result()
+        try:
+            return copying.result(COPY_SECONDS)
+        except TimeoutError:
+            raise DeadlineError("the copy of a weight version", COPY_SECONDS) from None
+        finally:
+            if copying.done() and copying.exception() is not None:
+                self._finishing = None  # it ends with the same error
 
     def settle(self) -> None:
         """Wait until the version that was begun last is there; harmless when repeated."""
         self.finish_copy()
         finishing, self._finishing = self._finishing, None
         if finishing is not None:
-            finishing.result()
+            try:
+                finishing.result(FINISH_SECONDS)
+            except TimeoutError:
+                raise DeadlineError("the checksums of a weight version", FINISH_SECONDS) from None
 
     def close(self) -> None:
         """Stop publishing; the versions stay."""
