@@ -58,9 +58,9 @@ class Mismatch:
             (self.absolute, np.abs(difference_N)),
             (self.masked, is_masked_N.astype(np.float64)),
         ):
-            np.add.at(sums, bucket_N, values)
+            sums += np.bincount(bucket_N, values, OLDEST_BUCKET + 1)
         place_N = np.rint((np.clip(difference_N / LARGEST_LOG_RATIO, -1, 1) + 1) / 2 * (NUM_BINS - 1))
-        np.add.at(self.histogram, place_N.astype(np.int64), 1)
+        self.histogram += np.bincount(place_N.astype(np.int64), minlength=NUM_BINS)
         self.sums += [weight_N.sum(), applied_N.sum(), np.square(applied_N).sum()]
         self.largest = max(self.largest, float(weight_N.max(initial=0.0)))
 

@@ -70,7 +70,6 @@ class PackedRows:
         token_ids: (B, T) int64; 0 at padding.
         mask: (B, T) bool, true where a token is trained.
         rollout_logprobs: (B, T) float32; NaN at given tokens and padding.
-        versions: (B, T) int32; -1 at given tokens and padding.
         temperature: (B,) float32.
         advantage: (B,) float32.
         sequence_tokens: (B,) int64.
@@ -82,7 +81,6 @@ class PackedRows:
     token_ids: Tensor
     mask: Tensor
     rollout_logprobs: Tensor
-    versions: Tensor
     temperature: Tensor
     advantage: Tensor
     sequence_tokens: Tensor
@@ -158,7 +156,6 @@ def pack_rows(rows: Sequence[Row], *, share_prompts: bool, device: torch.device)
         token_ids=pad((row.token_ids for row in rows), np.int64, 0),
         mask=pad((row.mask for row in rows), np.bool_, False),
         rollout_logprobs=pad((row.rollout_logprobs for row in rows), np.float32, np.nan),
-        versions=pad((row.versions for row in rows), np.int32, -1),
         temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=device),
         advantage=torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device),
         sequence_tokens=torch.tensor([row.sequence_tokens for row in rows], device=device),
@@ -205,7 +202,6 @@ def _nothing(device: torch.device, *, share_prompts: bool) -> PackedRows:
         token_ids=torch.zeros(1, 2, dtype=torch.int64, device=device),
         mask=torch.zeros(1, 2, dtype=torch.bool, device=device),
         rollout_logprobs=torch.full((1, 2), torch.nan, device=device),
-        versions=torch.full((1, 2), -1, dtype=torch.int32, device=device),
         temperature=torch.ones(1, device=device),
         advantage=torch.zeros(1, device=device),
         sequence_tokens=torch.zeros(1, dtype=torch.int64, device=device),

@@ -7,8 +7,11 @@ logits exist only at trained places, and at most `max_logits_bytes` of them at o
 Shapes: B rows, T tokens, P distinct prompts, N trained places, H hidden, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -140,17 +143,36 @@ def score_tokens(
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if not bool((temperature_N == 1).all()):  # else a pass over the logits, and one back, for nothing
         logits_NV = logits_NV / temperature_N[:, None]
-    logprobs_NV = logits_NV.log_softmax(dim=-1)
     if entropy_gradient and torch.is_grad_enabled():
+        logprobs_NV = logits_NV.log_softmax(dim=-1)
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).nan_to_num(nan=0.0).sum(dim=-1)
-    else:
-        entropy_N = _entropy(logprobs_NV.detach())
-    return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+        return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+    return _Scores.apply(logits_NV, targets_N)
 
 
-def _entropy(logprobs_NV: Tensor) -> Tensor:
-    """(N,) entropies; a logit of minus infinity adds nothing. In place as far as can be: such tables are large."""
-    entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=-1)
-    if bool(entropy_N.isnan().any()):
-        entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).nan_to_num_(nan=0.0).sum(dim=-1)
-    return entropy_N
+class _Scores(torch.autograd.Function):
+    """Log-probs of targets, with gradient, and entropies, without.
+
+    The gradient at logit j is that of the log-prob times (1 if j is the target, else 0) minus p_j. The probabilities are at
+    hand from the entropies; automatic differentiation would instead fill a table with zeros and pass over three of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        table_NV = logits_NV.log_softmax(dim=-1)
+        logprobs_N = table_NV.gather(1, targets_N[:, None])[:, 0]
+        probabilities_NV = table_NV.exp()
+        entropy_N = -table_NV.mul_(probabilities_NV).sum(dim=-1)
+        if bool(entropy_N.isnan().any()):  # a logit of minus infinity adds nothing
+            entropy_N = -table_NV.nan_to_num_(nan=0.0).sum(dim=-1)
+        ctx.save_for_backward(probabilities_NV, targets_N)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_N: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        """In place, as such tables are large: a second pass through the same graph is an error, which autograd reports."""
+        probabilities_NV, targets_N = ctx.saved_tensors
+        gradient_NV = probabilities_NV.mul_(-gradient_N[:, None])
+        return gradient_NV.scatter_add_(1, targets_N[:, None], gradient_N[:, None]), None

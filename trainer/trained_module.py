@@ -63,6 +63,9 @@ class TrainedModule:
         self.is_replicated = zero_stage(config, dtype) == 0
         self.is_partitioned = zero_stage(config, dtype) == 3
         self._engine = initialize_deepspeed(module, dtype, self._adam, config)
+        self._is_alone = self.is_replicated and ranks.world_size == 1
+        if self._is_alone:  # else DeepSpeed copies every gradient into one buffer and back
+            self._engine.enable_backward_allreduce = False
         named, optimizer = list(module.named_parameters()), None if self.is_replicated else self._engine.optimizer
         self._has_finer_weights = dtype != torch.float32  # else the optimizer's weights are the parameters, bit for bit
         self._shares = find_shares(named, optimizer, ranks.rank, ranks.world_size)
@@ -89,6 +92,10 @@ class TrainedModule:
             self._engine.step()
             norm = float(self._engine.get_global_grad_norm())
             return Update(math.isfinite(norm), norm if math.isfinite(norm) else self._gate.norm)
+        if self._is_alone:  # what got no gradient, such as an expert that no token reached, ages as it does on several ranks
+            for parameter in self._module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         norm = float(torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._config.max_grad_norm))
         if not math.isfinite(norm) or norm > largest_norm:
             self._engine.zero_grad()

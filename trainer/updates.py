@@ -8,10 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from laminar.errors import RunFailedError
+from laminar.types import Int32Array
 from trainer.algorithms.base import Algorithm, TokenInputs
 from trainer.algorithms.kl import kl_tokens
 from trainer.algorithms.loss import loss_numerator, non_finite_row, select
@@ -25,6 +27,10 @@ from trainer.spikes import GRADIENT, Spike
 from trainer.trained_module import Update
 
 _SUMS = ("loss", "policy_loss", "ratio", "clip_low", "clip_high", "entropy", "kl", "rollout_kl")
+Weighed = tuple[Tensor, Sequence[str]]
+"""(B,) sums of the absolute token losses of a micro-batch's rows, and their trajectories' ids."""
+Measured = tuple[Tensor, Sequence[Int32Array]]
+"""(N,) log-probs less the engine's at a micro-batch's trained places, and the versions there, row by row."""
 REFUSE = -1.0
 """A largest norm that no gradient has."""
 
@@ -104,7 +110,7 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     """Forward, backward, update. Returns why the update was not applied, or None."""
     engine, totals, started = work.engine, work.totals, time.perf_counter()
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=engine.ranks.device)
-    undefined, value_loss_sum, largest = "", 0.0, (0.0, "")
+    undefined, value_loss_sum, weighed, measured = "", 0.0, list[Weighed](), list[Measured]()
     micro_batches = plan.ranks[engine.ranks.share]
     totals.micro_batches += len(micro_batches)
     for number, indices in enumerate(micro_batches, start=1):
@@ -112,20 +118,23 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
         batch = pack_rows(own, share_prompts=engine.share_prompts, device=engine.ranks.device)
         is_last, needs_gradient = number == len(micro_batches), "entropy_gradient" in work.algorithm.needs
         logprobs_BT, entropy_BT = engine.forward(batch, is_last=is_last, entropy_gradient=needs_gradient)
-        numerator, parts, problem, share = _loss(work.algorithm, batch, logprobs_BT, entropy_BT)
-        largest = max(largest, share)
+        numerator, parts, problem, sizes_B = _loss(work.algorithm, batch, logprobs_BT, entropy_BT)
+        weighed.append((sizes_B, batch.names))
         loss = numerator / plan.denominator
         if problem:
             undefined = undefined or problem
             loss = loss + logprobs_BT.sum() * math.nan  # spoils the gradient on every rank, so that no rank applies it
-        elif mismatch is not None:
-            _measure(mismatch, batch, logprobs_BT, trained_on=work.step - 1)
+        elif mismatch is not None and own:
+            difference_N = logprobs_BT.detach()[batch.mask] - batch.rollout_logprobs[batch.mask]
+            measured.append((difference_N, [row.versions[row.mask] for row in own]))
         engine.backward(loss)
         sums += parts
         if engine.critic is not None:
             spoilt = math.nan if problem else 1.0  # a skipped update leaves the critic as it was, too
             weight = spoilt / plan.num_tokens
             value_loss_sum += _teach_critic(engine.critic, work.algorithm, batch, weight, is_last=is_last)
+    if mismatch is not None and measured:
+        _measure(mismatch, measured, trained_on=work.step - 1)
     *reduced, value_loss_sum = engine.ranks.sum_shares([*sums.tolist(), value_loss_sum])
     computed = time.perf_counter()
     figures = {"loss": abs(reduced[0]) / plan.denominator, "KL": reduced[_SUMS.index("rollout_kl")] / plan.num_tokens}
@@ -137,7 +146,7 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     engine.spikes.add(figures | {GRADIENT: update.grad_norm})
     totals.forward_backward_seconds += computed - started
     totals.optimizer_seconds += time.perf_counter() - computed
-    told = "" if spike is None else _tell(engine, spike, largest)
+    told = "" if spike is None else _tell(engine, spike, weighed)
     if not update.applied:
         return told or _why(engine, update, undefined)
     totals.notices += [told] if told else []
@@ -159,13 +168,14 @@ def _update_unless_spike(work: Work, spike: Spike | None) -> tuple[Update, Spike
     return update, spike or engine.spikes.find({GRADIENT: update.grad_norm})
 
 
-def _tell(engine: TrainerEngine, spike: Spike, largest: tuple[float, str]) -> str:
+def _tell(engine: TrainerEngine, spike: Spike, weighed: Sequence[Weighed]) -> str:
     """A sentence that names the trajectory with the largest share in the loss, of all ranks; all call it together.
 
     Raises:
         RunFailedError: the run is to end.
     """
-    share, name = largest
+    rows = ((float(size), name) for sizes_B, names in weighed for size, name in zip(sizes_B.tolist(), names, strict=True))
+    share, name = max(rows, default=(0.0, ""))
     found = [text.split(" ", 1) for text in engine.ranks.gather_texts(f"{share:.9g} {name}")]
     share, name = max((float(share), name) for share, name in found)
     text = f"spike: {spike}; trajectory {name} has the largest share in the loss, {share:.3g}"
@@ -188,16 +198,17 @@ def _teach_critic(critic: Critic, algorithm: Algorithm, batch: PackedRows, weigh
 
 def _loss(
     algorithm: Algorithm, batch: PackedRows, logprobs_BT: Tensor, entropy_BT: Tensor
-) -> tuple[Tensor, Tensor, str, tuple[float, str]]:
+) -> tuple[Tensor, Tensor, str, Tensor]:
     """The loss of a micro-batch.
 
     Returns:
-        Its numerator, with gradient; its sums, as `_SUMS` names them; what is undefined in it; and the largest sum of a
-        row's absolute token losses, with the trajectory's id.
+        Its numerator, with gradient; its sums, as `_SUMS` names them; what is undefined in it; and (B,) the sums of its
+        rows' absolute token losses.
     """
     scores, mask_BT = batch.scores, batch.mask
     if not bool(mask_BT.any()):
-        return logprobs_BT.sum(), torch.zeros(len(_SUMS), dtype=torch.float64, device=logprobs_BT.device), "", (0.0, "")
+        sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=logprobs_BT.device)
+        return logprobs_BT.sum(), sums, "", logprobs_BT.new_zeros(len(mask_BT))
     policy = algorithm.policy_loss(
         TokenInputs(
             logprobs=logprobs_BT,
@@ -210,9 +221,11 @@ def _loss(
         )
     )
     losses_BT = policy.losses * select(scores["weights"], mask_BT) if "weights" in scores else policy.losses
-    weighed = loss_numerator(losses_BT, mask_BT, algorithm.aggregation, batch.sequence_tokens)
-    whole_BT = losses_BT if policy.penalty is None else losses_BT + policy.penalty
-    numerator = loss_numerator(whole_BT, mask_BT, algorithm.aggregation, batch.sequence_tokens)
+    whole_BT, numerator = losses_BT, loss_numerator(losses_BT, mask_BT, algorithm.aggregation, batch.sequence_tokens)
+    weighed = numerator
+    if policy.penalty is not None:
+        whole_BT = losses_BT + policy.penalty
+        numerator = loss_numerator(whole_BT, mask_BT, algorithm.aggregation, batch.sequence_tokens)
     parts = (
         numerator,
         weighed,
@@ -223,10 +236,9 @@ def _loss(
         policy.ratio.new_zeros(()) if policy.kl is None else policy.kl.sum(),
         kl_tokens(batch.rollout_logprobs, logprobs_BT.detach(), mask_BT, "k3").sum(),
     )
-    sizes_B = select(whole_BT.detach().abs(), mask_BT).sum(dim=1)
-    row = int(sizes_B.argmax())
-    sums = torch.stack([part.detach().double() for part in parts])
-    return numerator, sums, _undefined(batch, logprobs_BT, whole_BT), (float(sizes_B[row]), batch.names[row])
+    sums = torch.stack([part.detach() for part in parts]).double()
+    undefined = "" if bool(sums.isfinite().all()) else _undefined(batch, logprobs_BT, whole_BT)
+    return numerator, sums, undefined, select(whole_BT.detach().abs(), mask_BT).sum(dim=1)
 
 
 def _undefined(batch: PackedRows, logprobs_BT: Tensor, losses_BT: Tensor) -> str:
@@ -238,9 +250,10 @@ def _undefined(batch: PackedRows, logprobs_BT: Tensor, losses_BT: Tensor) -> str
     return ""
 
 
-def _measure(mismatch: Mismatch, batch: PackedRows, logprobs_BT: Tensor, *, trained_on: int) -> None:
-    difference_N = (logprobs_BT.detach() - batch.rollout_logprobs)[batch.mask].double().cpu().numpy()
-    mismatch.add(difference_N, trained_on - batch.versions[batch.mask].cpu().numpy())
+def _measure(mismatch: Mismatch, measured: Sequence[Measured], *, trained_on: int) -> None:
+    difference_N = torch.cat([difference_N for difference_N, _ in measured]).double().cpu().numpy()
+    versions_N = np.concatenate([versions for _, rows in measured for versions in rows])
+    mismatch.add(difference_N, trained_on - versions_N)
 
 
 def _why(engine: TrainerEngine, update: Update, undefined: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
+from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
 from laminar.telemetry.registry import check_declared
 from trainer import checkpoint
@@ -24,6 +25,7 @@ from trainer.algorithms.presets import GrpoOptions
 from trainer.engine import TrainerEngine
 from trainer.ranks import join_ranks
 from trainer.step import train_step
+from trainer.trained_module import TrainedModule
 
 spec = importlib.util.spec_from_file_location("step_oracle", Path(__file__).with_name("step_oracle.py"))
 oracle = importlib.util.module_from_spec(spec)
@@ -42,6 +44,33 @@ def model_path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(model_path):
     return plain_loop(model_path)
+
+
+def test_a_parameter_that_no_token_reached_ages_on_one_rank_too(ranks):
+    """As on several, where DeepSpeed gives it a gradient of zeros: its weight decays, and its state can be saved."""
+
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+
+        def forward(self):
+            return self.used.sum()
+
+    module = Half()
+    config = LaminarConfig.model_validate(
+        {
+            "model": {"path": "-"},
+            "data": {"path": "-"},
+            "trainer": {"learning_rate": 0.1, "weight_decay": 0.5, "deepspeed": {"zero_stage": 0}},
+        }
+    )
+    trained = TrainedModule(module, torch.float32, config.trainer, ranks)
+    trained.set_boundary(is_last=True)
+    trained.backward(trained())
+    assert trained.update(0.1).applied
+    torch.testing.assert_close(module.unused.detach(), torch.full((2,), 0.95))
+    assert any("unused" in name for name in trained.optimizer_tensors())
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,32 @@ def test_logprobs_and_entropy_are_of_the_tempered_distribution(temperature, expe
     assert entropy[0].item() == pytest.approx(-sum(np.exp(p) * p for p in expected), abs=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_is_that_of_finite_differences(temperature):
+    torch.manual_seed(0)
+    logits, targets, step = torch.randn(3, 7, dtype=torch.float64, requires_grad=True), torch.tensor([6, 0, 3]), 1e-5
+    temperatures, weights = torch.full((3,), temperature, dtype=torch.float64), torch.tensor([1.0, -2.0, 0.5]).double()
+
+    def loss(logits):
+        return (score_tokens(logits, targets, temperatures)[0] * weights).sum()
+
+    loss(logits).backward()
+    nudges = step * torch.eye(21, dtype=torch.float64).reshape(21, 3, 7)
+    with torch.no_grad():
+        expected = torch.stack([(loss(logits + nudge) - loss(logits - nudge)) / (2 * step) for nudge in nudges])
+    torch.testing.assert_close(logits.grad, expected.reshape(3, 7), atol=1e-8, rtol=0)
+
+
+def test_a_gradient_is_made_once():
+    """It takes the place of the probabilities: a second pass is refused, never wrong."""
+    logits = torch.zeros(1, 4, requires_grad=True)
+    logprobs, _ = score_tokens(logits, torch.tensor([1]), torch.ones(1))
+    logprobs.sum().backward(retain_graph=True)
+    torch.testing.assert_close(logits.grad, torch.tensor([[-0.25, 0.75, -0.25, -0.25]]))
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        logprobs.sum().backward()
+
+
 def test_an_impossible_token_leaves_the_entropy_defined():
     _, entropy = score_tokens(torch.tensor([[0.0, 0.0, -torch.inf]]), torch.tensor([0]), torch.ones(1))
     assert entropy.item() == pytest.approx(np.log(2), abs=1e-6)

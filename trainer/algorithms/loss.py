@@ -43,7 +43,7 @@ class PolicyLoss:
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
     """The values where the mask is true, 0 elsewhere, whatever stands there."""
-    return torch.where(mask, values, torch.zeros_like(values))
+    return torch.where(mask, values, 0)
 
 
 def log_ratio(logprobs_BT: Tensor, behaviour_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ def clipped_policy_loss(
     """
     ratio_BT = policy_ratio(logprobs_BT, behaviour_logprobs_BT, mask_BT, level)
     advantages_BT = select(advantages_BT.expand_as(mask_BT), mask_BT)
-    clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    losses_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * clipped_BT)
+    clipped_BT, cost_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high), -advantages_BT
+    losses_BT = torch.maximum(cost_BT * ratio_BT, cost_BT * clipped_BT)
     if dual_clip is not None:
         bound_BT = torch.where(advantages_BT < 0, -dual_clip * advantages_BT, torch.inf)
         losses_BT = torch.minimum(losses_BT, bound_BT)
