@@ -36,7 +36,7 @@ from rollout.tiny import make_model
 NUM_REPLICAS, GROUP_SIZE, GROUPS_EACH = 16, 4, 12
 TIME_FACTOR, TOKEN_SCALE, STREAM_TOKENS = 6.0, 32, 8
 CAPACITY_TOKENS = 80_000
-"""So small that the caches are about half full without repack, as the paper's are by 0.72: they bound what can be moved where."""
+"""So small that caches are half full without repack (the paper's: 0.72); then they bound what can be moved where."""
 PROMPTS_PER_REPLICA = 6
 """Groups of a step, for each replica: half of what is in flight."""
 STEP_SECONDS = 28.0
