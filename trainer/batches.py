@@ -5,8 +5,9 @@ Invariants:
 - all ranks run the same number of micro-batches; an empty one weighs 0;
 - mini-batches are cut between groups, ranks anywhere (24 rows on 5 ranks is fine).
 
-The cost of a micro-batch is rows x longest row. If prompts are shared, each distinct prompt is computed once beside its
-responses: prompts x longest prompt + rows x longest response.
+The cost of a micro-batch is rows x longest row; if rows are packed one behind the other, the sum of their lengths. If
+prompts are shared, each distinct prompt is computed once beside its responses: prompts x longest prompt + rows x longest
+response.
 """
 
 from collections.abc import Iterable, Sequence
@@ -58,7 +59,12 @@ def split_mini_batches(num_groups: int, mini_batches: int) -> list[range]:
 
 
 def plan_micro_batches(
-    rows: Sequence[RowShape], *, max_tokens: int, num_ranks: int = 1, share_prompts: bool = False
+    rows: Sequence[RowShape],
+    *,
+    max_tokens: int,
+    num_ranks: int = 1,
+    share_prompts: bool = False,
+    pack_rows: bool = False,
 ) -> RankPlan:
     """Deal the rows of one mini-batch to ranks and micro-batches.
 
@@ -69,11 +75,13 @@ def plan_micro_batches(
         max_tokens: budget of a micro-batch, padding included.
         num_ranks: ranks to deal to.
         share_prompts: whether rows of one prompt compute it once.
+        pack_rows: whether rows lie one behind the other, without padding; not together with `share_prompts`.
 
     Raises:
         ConfigError: if one row alone exceeds the budget; it names the trajectory.
     """
     refuse_oversize(rows, max_tokens)
+    layout = _Layout(share_prompts, pack_rows)
     by_length = sorted(range(len(rows)), key=lambda i: (-_own_tokens(rows[i], share_prompts), -rows[i].prompt_tokens, i))
     orders = [by_length]
     if share_prompts:
@@ -81,15 +89,17 @@ def plan_micro_batches(
         for index in by_length:
             longest.setdefault(rows[index].prompt, len(longest))
         orders.append(sorted(by_length, key=lambda i: longest[rows[i].prompt]))
-    plans = [_deal(rows, order, max_tokens, num_ranks, share_prompts) for order in orders]
-    return min(plans, key=lambda plan: max(_rank_cost(rows, batches, share_prompts) for batches in plan))
+    plans = [_deal(rows, order, max_tokens, num_ranks, layout) for order in orders]
+    return min(plans, key=lambda plan: max(_rank_cost(rows, batches, layout) for batches in plan))
 
 
-def padded_tokens(rows: Iterable[RowShape], share_prompts: bool) -> int:
+def computed_tokens(rows: Iterable[RowShape], *, share_prompts: bool, pack_rows: bool = False) -> int:
     """Cost of computing the rows in one pass, padding included."""
     rows = list(rows)
     if not rows:
         return 0
+    if pack_rows:
+        return sum(row.num_tokens for row in rows)
     if not share_prompts:
         return len(rows) * max(row.num_tokens for row in rows)
     prompts = {row.prompt for row in rows}
@@ -110,13 +120,21 @@ def refuse_oversize(rows: Iterable[RowShape], max_tokens: int) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    share_prompts: bool
+    pack_rows: bool
+
+
 def _own_tokens(row: RowShape, share_prompts: bool) -> int:
     return row.response_tokens if share_prompts else row.num_tokens
 
 
-def _deal(rows: Sequence[RowShape], order: Sequence[int], max_tokens: int, num_ranks: int, share: bool) -> RankPlan:
+def _deal(rows: Sequence[RowShape], order: Sequence[int], max_tokens: int, num_ranks: int, layout: _Layout) -> RankPlan:
     """Cut the order into one run of rows a rank, near-equal in tokens, then each run into micro-batches."""
-    batches = [_cut_micro_batches(rows, run, max_tokens, share) for run in _cut_ranks(rows, order, num_ranks, share)]
+    batches = [
+        _cut_micro_batches(rows, run, max_tokens, layout) for run in _cut_ranks(rows, order, num_ranks, layout.share_prompts)
+    ]
     num_micro_batches = max(len(batch) for batch in batches)
     return tuple(tuple(batch) + ((),) * (num_micro_batches - len(batch)) for batch in batches)
 
@@ -137,13 +155,13 @@ def _cut_ranks(rows: Sequence[RowShape], order: Sequence[int], num_ranks: int, s
     return runs
 
 
-def _cut_micro_batches(rows: Sequence[RowShape], run: Sequence[int], max_tokens: int, share: bool) -> list[MicroBatch]:
+def _cut_micro_batches(rows: Sequence[RowShape], run: Sequence[int], max_tokens: int, layout: _Layout) -> list[MicroBatch]:
     """Cut a run into consecutive micro-batches with the least padded tokens plus overhead, by dynamic programming."""
     best = [0] + [0] * len(run)
     start_of = [0] * (len(run) + 1)
     for end in range(1, len(run) + 1):
         options = []
-        for start, cost in _costs_backwards(rows, run, end, share):
+        for start, cost in _costs_backwards(rows, run, end, layout):
             if cost > max_tokens:
                 break
             options.append((best[start] + cost + PASS_OVERHEAD_TOKENS, start))
@@ -156,17 +174,25 @@ def _cut_micro_batches(rows: Sequence[RowShape], run: Sequence[int], max_tokens:
     return batches[::-1]
 
 
-def _costs_backwards(rows: Sequence[RowShape], run: Sequence[int], end: int, share: bool) -> Iterable[tuple[int, int]]:
-    """Padded cost of run[start:end] for start = end - 1, end - 2, ..., each in constant time."""
+def _costs_backwards(rows: Sequence[RowShape], run: Sequence[int], end: int, layout: _Layout) -> Iterable[tuple[int, int]]:
+    """Cost of run[start:end] for start = end - 1, end - 2, ..., each in constant time."""
     prompts: set[int] = set()
-    longest_prompt = longest = 0
+    longest_prompt = longest = packed = 0
+    share = layout.share_prompts
     for start in range(end - 1, -1, -1):
         row = rows[run[start]]
         prompts.add(row.prompt)
         longest_prompt = max(longest_prompt, row.prompt_tokens)
         longest = max(longest, _own_tokens(row, share))
-        yield start, (end - start) * longest + (len(prompts) * longest_prompt if share else 0)
+        packed += row.num_tokens
+        padded = (end - start) * longest + (len(prompts) * longest_prompt if share else 0)
+        yield start, packed if layout.pack_rows else padded
 
 
-def _rank_cost(rows: Sequence[RowShape], batches: Sequence[MicroBatch], share: bool) -> int:
-    return sum(padded_tokens((rows[i] for i in batch), share) + PASS_OVERHEAD_TOKENS for batch in batches if batch)
+def _rank_cost(rows: Sequence[RowShape], batches: Sequence[MicroBatch], layout: _Layout) -> int:
+    costs = (
+        computed_tokens((rows[i] for i in batch), share_prompts=layout.share_prompts, pack_rows=layout.pack_rows)
+        for batch in batches
+        if batch
+    )
+    return sum(cost + PASS_OVERHEAD_TOKENS for cost in costs)

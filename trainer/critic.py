@@ -15,6 +15,7 @@ from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
 from trainer.deepspeed_setup import zero_stage
 from trainer.gathering import gathered, load_tensors, without_data
+from trainer.layout import packs_rows, wants_flash
 from trainer.model import can_share_prompts, load_model
 from trainer.optimizer_shares import SavedShares
 from trainer.packing import PackedRows
@@ -26,10 +27,17 @@ from trainer.trunk import Trunk
 class ValueModel(nn.Module):
     """Values before given tokens; 0 everywhere at first, for the head starts at 0."""
 
-    def __init__(self, model: PreTrainedModel, group: SequenceGroup | None = None, *, is_partitioned: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        group: SequenceGroup | None = None,
+        *,
+        is_partitioned: bool = False,
+        is_packed: bool = False,
+    ) -> None:
         super().__init__()
         self.trunk_model = model.base_model
-        self._trunk = Trunk(model.base_model, group, is_partitioned=is_partitioned)
+        self._trunk = Trunk(model.base_model, group, is_partitioned=is_partitioned, is_packed=is_packed)
         self.head = nn.Linear(model.config.hidden_size, 1, dtype=model.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -61,7 +69,9 @@ class Critic:
         self._path = config.model.critic or config.model.path
         trainer = config.trainer
         model = load_model(
-            config.model.model_copy(update={"path": self._path}), gradient_checkpointing=trainer.gradient_checkpointing
+            config.model.model_copy(update={"path": self._path}),
+            gradient_checkpointing=trainer.gradient_checkpointing,
+            flash=wants_flash(trainer, ranks),
         )
         if model.config.vocab_size != vocabulary_size:
             raise ConfigError(
@@ -70,7 +80,8 @@ class Critic:
             )
         self.can_share_prompts = can_share_prompts(model)
         is_partitioned = zero_stage(trainer, model.dtype) == 3
-        self._module = ValueModel(model, ranks.sequence, is_partitioned=is_partitioned).to(ranks.device)
+        is_packed = packs_rows(model.to(ranks.device), trainer, ranks)
+        self._module = ValueModel(model, ranks.sequence, is_partitioned=is_partitioned, is_packed=is_packed).to(ranks.device)
         self._trained = TrainedModule(self._module, model.dtype, trainer, ranks)
         self._rate_ratio = trainer.critic_learning_rate / trainer.learning_rate
 

@@ -18,6 +18,7 @@ from trainer.adapters import add_adapters
 from trainer.critic import Critic
 from trainer.deepspeed_setup import zero_stage
 from trainer.gathering import gathered, load_tensors, without_data
+from trainer.layout import packs_rows, wants_flash
 from trainer.model import can_share_prompts, load_model
 from trainer.optimizer_shares import SavedShares
 from trainer.packing import PackedRows
@@ -40,6 +41,7 @@ class TrainerEngine:
 
     Attributes:
         share_prompts: whether rows of one prompt compute it once.
+        packs_rows: whether the rows of a micro-batch lie one behind the other, without padding.
         spikes: what the last updates were like.
 
     Raises:
@@ -53,12 +55,17 @@ class TrainerEngine:
             begin(seed % 2**32)
         self.config = config
         self.ranks = ranks
-        self.model = load_model(config.model, gradient_checkpointing=config.trainer.gradient_checkpointing).to(ranks.device)
+        self.model = load_model(
+            config.model,
+            gradient_checkpointing=config.trainer.gradient_checkpointing,
+            flash=wants_flash(config.trainer, ranks),
+        ).to(ranks.device)
+        self.packs_rows = packs_rows(self.model, config.trainer, ranks)
         vocabulary_size = self.model.config.vocab_size
         lora = config.trainer.lora
         self.adapters = add_adapters(self.model, lora, config.run.seed) if lora.rank else None
         is_partitioned = zero_stage(config.trainer, self.model.dtype) == 3
-        policy = Policy(self.model, group=ranks.sequence, is_partitioned=is_partitioned)
+        policy = Policy(self.model, group=ranks.sequence, is_partitioned=is_partitioned, is_packed=self.packs_rows)
         self._policy = TrainedModule(policy, self.model.dtype, config.trainer, ranks)
         self._reference = self._make_reference(vocabulary_size) if "ref_logprobs" in needs else None
         self._critic = Critic(config, ranks, vocabulary_size) if "values" in needs else None
@@ -178,6 +185,8 @@ class TrainerEngine:
             return False
         if trainer.share_prompts and self.ranks.sequence is not None:
             return False  # a rank has a stretch of each row, and no prompt of its own
+        if self.packs_rows:
+            return False
         others = [scorer for scorer in (self._reference, self._critic) if scorer is not None]
         is_able = can_share_prompts(self.model) and all(scorer.can_share_prompts for scorer in others)
         if trainer.share_prompts and not is_able:

@@ -3,6 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from laminar.config.system import ModelConfig
@@ -11,8 +12,13 @@ from laminar.errors import ConfigError
 _DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(config: ModelConfig, *, gradient_checkpointing: bool) -> PreTrainedModel:
+def load_model(config: ModelConfig, *, gradient_checkpointing: bool, flash: bool = False) -> PreTrainedModel:
     """Load the policy with every dropout at 0, so that one model has one probability for a token.
+
+    Args:
+        config: `[model]`.
+        gradient_checkpointing: recompute activations in the backward pass.
+        flash: use flash attention if it is installed and the model is in bfloat16.
 
     Raises:
         ConfigError: if the folder holds no causal model, or one in a dtype that is not trained here.
@@ -23,8 +29,14 @@ def load_model(config: ModelConfig, *, gradient_checkpointing: bool) -> PreTrain
         for name, value in model_config.to_dict().items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(model_config, name, 0.0)
+        dtype = _DTYPES[config.dtype]
+        is_flash = flash and is_flash_attn_2_available() and torch.bfloat16 in (dtype, model_config.dtype)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            config.path, config=model_config, dtype=_DTYPES[config.dtype], local_files_only=True
+            config.path,
+            config=model_config,
+            dtype=dtype,
+            local_files_only=True,
+            attn_implementation="flash_attention_2" if is_flash else None,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {config.path} holds no causal model that transformers can load: {error}") from error

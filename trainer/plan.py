@@ -97,6 +97,7 @@ def plan_step(
     max_tokens: int,
     num_ranks: int,
     share_prompts: bool,
+    pack_rows: bool = False,
     oldest_trained: int = 0,
 ) -> StepPlan:
     """Decide who computes what.
@@ -108,6 +109,7 @@ def plan_step(
         max_tokens: budget of a micro-batch, padding included.
         num_ranks: ranks to deal to.
         share_prompts: whether rows of one prompt compute it once.
+        pack_rows: whether rows lie one behind the other, without padding.
         oldest_trained: tokens of versions below this number enter neither numerator nor denominator.
 
     Raises:
@@ -129,7 +131,9 @@ def plan_step(
         if problem:
             return StepPlan(skipped=problem)
         shapes = [row.shape for row in rows[start:]]
-        ranks = plan_micro_batches(shapes, max_tokens=max_tokens, num_ranks=num_ranks, share_prompts=share_prompts)
+        ranks = plan_micro_batches(
+            shapes, max_tokens=max_tokens, num_ranks=num_ranks, share_prompts=share_prompts, pack_rows=pack_rows
+        )
         num_tokens = sum(int(row.mask.sum()) for row in rows[start:])
         denominator = loss_denominator(
             algorithm.aggregation,

@@ -9,6 +9,7 @@ from torch import Tensor
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
 from trainer.adapters import Adapters
+from trainer.layout import packs_rows, wants_flash
 from trainer.model import can_share_prompts, load_model
 from trainer.packing import PackedRows
 from trainer.policy import Policy
@@ -31,14 +32,20 @@ class Reference:
 
     def __init__(self, config: LaminarConfig, ranks: Ranks, vocabulary_size: int) -> None:
         path = config.model.reference or config.model.path
-        model = load_model(config.model.model_copy(update={"path": path}), gradient_checkpointing=False)
+        model = load_model(
+            config.model.model_copy(update={"path": path}),
+            gradient_checkpointing=False,
+            flash=wants_flash(config.trainer, ranks),
+        )
         if model.config.vocab_size != vocabulary_size:
             raise ConfigError(
                 f"model.reference {path} has {model.config.vocab_size} token ids, the policy {vocabulary_size}: "
                 "give a model with the same tokenizer"
             )
         self.can_share_prompts = can_share_prompts(model)
-        self._policy = Policy(model.requires_grad_(False).eval(), group=ranks.sequence)
+        model = model.requires_grad_(False).eval()
+        is_packed = packs_rows(model, config.trainer, ranks)
+        self._policy = Policy(model, group=ranks.sequence, is_packed=is_packed)
         self._device = ranks.device
         self._home = torch.device("cpu") if config.trainer.keep_reference_on == "cpu" else ranks.device
         self._policy.to(self._home)

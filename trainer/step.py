@@ -102,6 +102,7 @@ def _plan(
         max_tokens=trainer.max_tokens_per_micro_batch * trainer.sequence_parallel_size,
         num_ranks=engine.ranks.num_shares,
         share_prompts=engine.share_prompts,
+        pack_rows=engine.packs_rows,
         oldest_trained=oldest_trained,
     )
     plan.metrics.update(batch_metrics(groups, trained_on=step - 1, oldest_trained=oldest_trained) | seen)

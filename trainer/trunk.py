@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
+from trainer.layout import packed_places
 from trainer.ranks import SequenceGroup
 from trainer.sequence_parallel import join_stretches, split_attention, stretch_of
 
@@ -24,13 +25,21 @@ class Trunk:
         group: ranks that compute a stretch of each row each; None: this rank computes whole rows.
         is_partitioned: ZeRO 3 splits the model: the ranks gather each layer together, so all must call the same layers in
             the same order, even one that has nothing to compute there.
+        is_packed: compute whole rows one behind the other, without their padding; see `trainer.layout`.
 
     Raises:
         ConfigError: if the model cannot be split so.
     """
 
-    def __init__(self, model: PreTrainedModel, group: SequenceGroup | None = None, *, is_partitioned: bool = False) -> None:
-        self._model, self._group, self._is_partitioned = model, group, is_partitioned
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        group: SequenceGroup | None = None,
+        *,
+        is_partitioned: bool = False,
+        is_packed: bool = False,
+    ) -> None:
+        self._model, self._group, self._is_partitioned, self._is_packed = model, group, is_partitioned, is_packed
         if group is not None:
             split_attention(model, group)
         parameters = inspect.signature(type(model.base_model).forward).parameters
@@ -60,7 +69,10 @@ class Trunk:
         if self._group is not None:
             return self._of_stretch(token_ids_BT, mask_BT, self._group)
         if prompt_ids_PT is None:
-            return self._run(token_ids_BT[:, :-1]).last_hidden_state, mask_BT[:, 1:], token_ids_BT[:, 1:]
+            given_BU, scored_BU, targets_BU = token_ids_BT[:, :-1], mask_BT[:, 1:], token_ids_BT[:, 1:]
+            if self._is_packed:
+                return self._run_packed(given_BU, scored_BU), scored_BU, targets_BU
+            return self._run(given_BU).last_hidden_state, scored_BU, targets_BU
         assert prompt_lengths_P is not None
         assert prompt_of_row_B is not None
         hidden_BTH = self._after_prompts(token_ids_BT, prompt_ids_PT, prompt_lengths_P, prompt_of_row_B)
@@ -71,6 +83,14 @@ class Trunk:
         if self._group is not None:
             values_BU = join_stretches(values_BU, self._group)[:, : mask_BT.shape[1] - 1]
         return functional.pad(values_BU, (mask_BT.shape[1] - values_BU.shape[1], 0))
+
+    def _run_packed(self, given_BU: Tensor, scored_BU: Tensor) -> Tensor:
+        """(B, U, H) hidden states, 0 at padding, which is not computed."""
+        kept_BU, places_N = packed_places(scored_BU)
+        hidden_NH = self._run(given_BU[kept_BU][None], position_ids=places_N[None]).last_hidden_state[0]
+        hidden_BUH = hidden_NH.new_zeros(*given_BU.shape, hidden_NH.shape[-1])
+        hidden_BUH[kept_BU] = hidden_NH
+        return hidden_BUH
 
     def _of_stretch(self, token_ids_BT: Tensor, mask_BT: Tensor, group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
         parts = (token_ids_BT[:, :-1], mask_BT[:, 1:], token_ids_BT[:, 1:])

@@ -121,6 +121,9 @@ class TrainerConfig(Section):
     `num_ranks` and the model's attention heads; the micro-batch limit then holds for each rank's stretches."""
     share_prompts: bool = True
     """Compute a group's common prompt once in a forward pass; the gradient is the same."""
+    pack_rows: Literal["auto", "on", "off"] = "auto"
+    """Rows of a micro-batch lie one behind the other, without padding and with prompts of their own. `auto`: on GPUs, where
+    `flash-attn` is installed and the model is bfloat16; elsewhere packing is slower than padding."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     critic_learning_rate: float = Field(1e-5, gt=0)

@@ -83,8 +83,9 @@ def test_a_parameter_that_no_token_reached_ages_on_one_rank_too(ranks):
         {"max_tokens_per_micro_batch": 24, "deepspeed": {"zero_stage": 2}},
         {"max_tokens_per_micro_batch": 24, "deepspeed": {"zero_stage": 3, "max_whole_parameter": 0}},
         {"gradient_checkpointing": True},
+        {"max_tokens_per_micro_batch": 24, "pack_rows": "on"},
     ],
-    ids=["whole", "unshared", "split", "zero1", "zero2", "zero3", "checkpointing"],
+    ids=["whole", "unshared", "split", "zero1", "zero2", "zero3", "checkpointing", "packed"],
 )
 def test_the_update_is_that_of_a_plain_loop(settings, model_path, ranks, reference):
     engine, reports = train(make_config(model_path, **settings), ranks)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.errors import ConfigError
-from trainer.batches import RowShape, padded_tokens, plan_micro_batches, split_mini_batches
+from trainer.batches import RowShape, computed_tokens, plan_micro_batches, split_mini_batches
 
 
 def rows_of(lengths):
@@ -40,17 +40,28 @@ def test_an_oversize_row_is_refused_by_name(share):
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30)), min_size=1, max_size=40)
 
 
-@given(ROWS, st.integers(1, 6), st.booleans(), st.integers(40, 200))
+LAYOUTS = [{}, {"share_prompts": True}, {"pack_rows": True}]
+
+
+@given(ROWS, st.integers(1, 6), st.sampled_from(LAYOUTS), st.integers(40, 200))
 @settings(max_examples=60, deadline=None)
-def test_every_row_is_in_one_micro_batch_within_budget_and_ranks_run_equally_many(shapes, num_ranks, share, cap):
+def test_every_row_is_in_one_micro_batch_within_budget_and_ranks_run_equally_many(shapes, num_ranks, layout, cap):
     prompt_tokens = [3, 9, 1, 5, 7]
     rows = [RowShape(str(i), prompt, prompt_tokens[prompt], response) for i, (prompt, response) in enumerate(shapes)]
-    plan = plan_micro_batches(rows, max_tokens=cap, num_ranks=num_ranks, share_prompts=share)
+    plan = plan_micro_batches(rows, max_tokens=cap, num_ranks=num_ranks, **layout)
     assert len(plan) == num_ranks
     assert len({len(batches) for batches in plan}) == 1
     assert sorted(chain(*chain(*plan))) == list(range(len(rows)))
-    assert all(padded_tokens((rows[i] for i in batch), share) <= cap for batch in chain(*plan))
-    assert plan == plan_micro_batches(rows, max_tokens=cap, num_ranks=num_ranks, share_prompts=share)
+    cost = {"share_prompts": False, **layout}
+    assert all(computed_tokens((rows[i] for i in batch), **cost) <= cap for batch in chain(*plan))
+    assert plan == plan_micro_batches(rows, max_tokens=cap, num_ranks=num_ranks, **layout)
+
+
+def test_packed_rows_pay_for_no_padding():
+    """100 + 10 + 10 + 10 tokens: one micro-batch of 130, where padding makes it 400, or cuts it in two."""
+    rows = rows_of([100, 10, 10, 10])
+    assert plan_micro_batches(rows, max_tokens=130, pack_rows=True) == (((0, 1, 2, 3),),)
+    assert [len(batch) for batch in plan_micro_batches(rows, max_tokens=130)[0]] == [1, 3]
 
 
 def test_24_equal_rows_on_5_ranks_differ_by_one_row():
@@ -65,8 +76,8 @@ def test_more_ranks_than_rows_gives_empty_micro_batches():
 
 def test_a_shared_prompt_is_paid_once():
     rows = [RowShape(str(i), 0, 100, 5) for i in range(8)]
-    assert padded_tokens(rows, share_prompts=True) == 140
-    assert padded_tokens(rows, share_prompts=False) == 840
+    assert computed_tokens(rows, share_prompts=True) == 140
+    assert computed_tokens(rows, share_prompts=False) == 840
     plan = plan_micro_batches(rows, max_tokens=140, share_prompts=True)
     assert plan == ((tuple(range(8)),),)
 
@@ -80,7 +91,9 @@ def test_a_group_larger_than_the_budget_is_split_and_repeats_its_prompt():
 def test_long_tails_are_kept_from_padding_the_short_rows():
     rows = [RowShape(str(i), i // 8, 20, 500 if i % 8 == 0 else 20) for i in range(32)]
     (batches,) = plan_micro_batches(rows, max_tokens=16384, share_prompts=True)
-    assert sum(padded_tokens((rows[i] for i in batch), True) for batch in batches) < 1.2 * (4 * 520 + 28 * 20 + 80)
+    assert sum(computed_tokens((rows[i] for i in batch), share_prompts=True) for batch in batches) < 1.2 * (
+        4 * 520 + 28 * 20 + 80
+    )
 
 
 @pytest.mark.parametrize(("groups", "parts", "sizes"), [(8, 1, [8]), (7, 3, [3, 2, 2]), (2, 4, [1, 1]), (6, 3, [2, 2, 2])])

@@ -5,8 +5,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from laminar.config.trainer import TrainerConfig
 from laminar.errors import ConfigError, InvariantError
 from laminar.types import Chain, WeightVersion, given, sampled
+from trainer import layout
+from trainer.layout import packs_rows
 from trainer.model import can_share_prompts
 from trainer.packing import make_row, pack_rows
 from trainer.policy import Policy, score_tokens
@@ -106,6 +109,61 @@ def test_a_model_with_learned_positions_shares_prompts_too():
     for share in (False, True):
         logprobs, _, packed = forward(model, rows, share)
         torch.testing.assert_close(logprobs[packed.mask], torch.cat([row[0] for row in naive(model, rows)]))
+
+
+MODELS = {
+    "llama": tiny_llama,
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=37, n_positions=32, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)
+    ).double(),
+    "sliding": lambda: MistralForCausalLM(
+        MistralConfig(
+            vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, sliding_window=4,
+        )
+    ).double(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_rows_have_the_values_and_gradients_of_rows_alone(name):
+    torch.manual_seed(0)
+    model, rows = MODELS[name](), make_rows()
+    packed = pack_rows(rows, share_prompts=False, device=CPU)
+    logprobs, entropy = Policy(model, is_packed=True)(*packed.model_inputs())
+    expected = list(naive(model, rows))
+    torch.testing.assert_close(logprobs[packed.mask], torch.cat([row[0] for row in expected]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(entropy[packed.mask], torch.cat([row[1] for row in expected]), rtol=1e-9, atol=1e-9)
+    ours = gradients(model, logprobs, packed)
+    model.zero_grad()
+    sum(weight * row[0].sum() for weight, row in enumerate(naive(model, rows), start=1)).backward()
+    assert relative_difference(ours, {name: parameter.grad for name, parameter in model.named_parameters()}) < 1e-7
+
+
+def test_a_packed_micro_batch_of_nothing_gives_zero_gradients_everywhere():
+    model = tiny_llama()
+    packed = pack_rows([], share_prompts=False, device=CPU)
+    logprobs, _ = Policy(model, is_packed=True)(*packed.model_inputs())
+    assert all((gradient == 0).all() for gradient in gradients(model, logprobs, packed).values())
+
+
+class Alone:
+    """Ranks of one."""
+
+    sequence, device = None, CPU
+
+
+def test_packing_is_refused_for_a_model_that_does_not_look_at_positions(caplog, monkeypatch):
+    model = tiny_llama().float()
+    assert packs_rows(model, TrainerConfig(pack_rows="on"), Alone)
+    assert not packs_rows(model, TrainerConfig(), Alone)  # no flash attention here
+    forward = model.model.forward
+    model.model.forward = lambda *, position_ids=None, **arguments: forward(**arguments)
+    with pytest.raises(ConfigError, match=r'relative error 0\.\d+; .* set trainer\.pack_rows = "off"'):
+        packs_rows(model, TrainerConfig(pack_rows="on"), Alone)
+    monkeypatch.setattr(layout, "uses_flash", lambda model: True)
+    assert not packs_rows(model, TrainerConfig(), Alone)
+    assert "trainer.pack_rows is off: packed rows come out otherwise than alone" in caplog.text
 
 
 def test_a_micro_batch_of_nothing_gives_zero_gradients_everywhere():
