@@ -6,6 +6,7 @@ Who wrote these paths had no GPU: run this before you rely on them. Each check i
 - publish: tensors on the GPU into the relay's store, checksums verified.
 - collective: weights from one process's GPU to another's by NCCL, as a relay's edge does it (two GPUs).
 - deepspeed: a training step of a tiny model on the GPU, its probe compared with a plain forward pass.
+- packed: rows one behind the other by flash attention (needs `flash-attn`), against the same rows alone.
 - sglang: the server on the GPU, an update from the relay's store by file and one by pinned slots, each with the log-probs of
   fixed tokens compared with the trainer's (needs `make sglang`; name its interpreter by --sglang-python).
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from transformers.utils import is_flash_attn_2_available
 
 from benchmarks import gpu_checks
 
@@ -32,6 +34,8 @@ def reasons_to_skip(num_gpus: int, sglang_python: str) -> Mapping[str, str]:
     reasons = {}
     if num_gpus < 2:
         reasons["collective"] = f"NCCL needs two GPUs, one a process; this machine has {num_gpus}"
+    if not is_flash_attn_2_available():
+        reasons["packed"] = "flash-attn is not installed: rows are padded"
     if not Path(sglang_python).is_file():
         reasons["sglang"] = f"{sglang_python} is not there: run `make sglang`, or name the interpreter by --sglang-python"
     return reasons

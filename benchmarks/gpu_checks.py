@@ -171,6 +171,21 @@ def check_deepspeed(place: Place) -> None:
         ranks.leave()
 
 
+def check_packed(place: Place) -> None:
+    """Two rows packed one behind the other, on a GPU by flash attention, have the hidden states of the rows alone."""
+    from laminar.config.system import ModelConfig
+    from trainer.layout import packing_error, uses_flash
+    from trainer.model import load_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_model(Path(folder) / "model")
+        config = ModelConfig(path=str(path), dtype="bfloat16" if place.on_gpu else "float32")
+        model = load_model(config, gradient_checkpointing=False, flash=place.on_gpu).to("cuda" if place.on_gpu else "cpu")
+        require(uses_flash(model) == place.on_gpu, "the model was loaded with another attention")
+        error = packing_error(model)
+        require(error < (0.05 if place.on_gpu else 1e-4), f"packed rows are off by {error:.3g}")
+
+
 def check_sglang(place: Place) -> None:
     """The server generates, takes a version by each way of loading, and gives the trainer's log-probs."""
     for weight_load in ("disk", "pinned"):
@@ -243,6 +258,7 @@ CHECKS: dict[str, Callable[[Place], None]] = {
     "publish": check_publish,
     "collective": check_collective,
     "deepspeed": check_deepspeed,
+    "packed": check_packed,
     "sglang": check_sglang,
 }
 """What is checked, by name."""

@@ -16,11 +16,13 @@ def test_without_a_gpu_it_says_so_in_one_sentence_and_exits_2(monkeypatch, capsy
     assert capsys.readouterr().out == "there is no GPU that PyTorch can use here, so nothing was checked\n"
 
 
-def test_what_cannot_run_is_named_with_its_reason(tmp_path):
+def test_what_cannot_run_is_named_with_its_reason(tmp_path, monkeypatch):
     reasons = gpu_check.reasons_to_skip(1, str(tmp_path / "python"))
-    assert reasons.keys() == {"collective", "sglang"} <= gpu_checks.CHECKS.keys()
+    assert reasons.keys() == {"collective", "packed", "sglang"} <= gpu_checks.CHECKS.keys()
+    assert reasons["packed"].startswith("flash-attn is not installed")
     assert "two GPUs" in reasons["collective"]
     assert "make sglang" in reasons["sglang"]
+    monkeypatch.setattr(gpu_check, "is_flash_attn_2_available", lambda: True)
     assert gpu_check.reasons_to_skip(2, sys.executable) == {}
 
 
