@@ -73,7 +73,7 @@ async def measure(
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     async with running_fleet(settings(system, model, time_factor), folder / run_id, run_id, flags) as fleet:
         client = await connect(fleet.redis_url)
-        gate = asyncio.create_task(keep_in_step(fleet, system.most_groups_each)) if system.in_step else None
+        gate = asyncio.create_task(keep_in_step(fleet)) if system.in_step else None
         watch = LoopWatch()
         watching = asyncio.create_task(watch.run())
         reader, told, deadline = TelemetryReader(client, run_id), Steps(), time.monotonic() + LIMIT_SECONDS
@@ -99,24 +99,23 @@ async def measure(
         }
 
 
-async def keep_in_step(fleet: Fleet, most_groups: int) -> None:
+async def keep_in_step(fleet: Fleet) -> None:
     """The barrier of a one-step system: the next batch is claimed when the last one is whole, all by the newest weights.
 
     With `max_staleness` 1 admission itself lets in no more than one batch beside the one that is trained, and none for an
-    engine with older weights; so the gate has only to be shut while anything is in flight.
+    engine with older weights; so the gate has only to be shut once a batch is claimed, until none of it is in flight.
     """
-    claimed_up_to = 0
+    share, rest = divmod(PROMPTS_PER_STEP, len(fleet.workers))
+    batch = 1
     for worker in fleet.workers:
         await worker.limit_in_flight(0)
     while True:
         snapshot = await fleet.buffer.peek()
-        in_flight = any(header.state is GroupState.IN_FLIGHT for header in snapshot.headers)
-        is_claimed = snapshot.counters.admitted >= claimed_up_to + PROMPTS_PER_STEP * GROUP_SIZE
-        if not in_flight:
-            claimed_up_to = snapshot.counters.admitted
-            is_claimed = False
-        for worker in fleet.workers:
-            await worker.limit_in_flight(0 if is_claimed else most_groups)
+        is_claimed = snapshot.counters.admitted >= batch * PROMPTS_PER_STEP * GROUP_SIZE
+        if is_claimed and not any(header.state is GroupState.IN_FLIGHT for header in snapshot.headers):
+            batch, is_claimed = batch + 1, False
+        for index, worker in enumerate(fleet.workers):
+            await worker.limit_in_flight(0 if is_claimed else share + (index < rest))
         await asyncio.sleep(GATE_SECONDS)
 
 
