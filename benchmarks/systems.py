@@ -7,7 +7,7 @@ paper's 32B answer lengths and decode steps, as systems of 32 devices:
   every engine an equal share of the batch. Nobody pays for moving weights or for switching between the phases.
 - `one_step`: 5 engines and 12 training devices (the best split, by the simulator), a batch generated while the last one is
   trained, with a barrier between batches: `max_staleness = 1`, and a gate of ours (`systems_run.keep_in_step`) that lets
-  workers claim only while nothing is in flight.
+  workers claim the next one, whole, when nothing is in flight.
 - ours: 4 engines and 16 training devices, the paper's split, `max_staleness` 1, 4 and unbounded with update mode
   `trajectory` and repack, and unbounded with `in_flight`.
 
