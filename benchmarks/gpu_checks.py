@@ -174,7 +174,7 @@ def check_deepspeed(place: Place) -> None:
 def check_packed(place: Place) -> None:
     """Two rows packed one behind the other, on a GPU by flash attention, have the hidden states of the rows alone."""
     from laminar.config.system import ModelConfig
-    from trainer.layout import packing_error, uses_flash
+    from trainer.layout import TOLERANCE, packing_error, uses_flash
     from trainer.model import load_model
 
     with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +183,7 @@ def check_packed(place: Place) -> None:
         model = load_model(config, gradient_checkpointing=False, flash=place.on_gpu).to("cuda" if place.on_gpu else "cpu")
         require(uses_flash(model) == place.on_gpu, "the model was loaded with another attention")
         error = packing_error(model)
-        require(error < (0.05 if place.on_gpu else 1e-4), f"packed rows are off by {error:.3g}")
+        require(error <= TOLERANCE[model.dtype], f"packed rows are off by {error:.3g}")
 
 
 def check_sglang(place: Place) -> None:

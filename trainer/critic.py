@@ -19,7 +19,7 @@ from trainer.layout import packs_rows, wants_flash
 from trainer.model import can_share_prompts, load_model
 from trainer.optimizer_shares import SavedShares
 from trainer.packing import PackedRows
-from trainer.ranks import Ranks, SequenceGroup
+from trainer.ranks import Ranks
 from trainer.trained_module import TrainedModule, Update
 from trainer.trunk import Trunk
 
@@ -27,17 +27,10 @@ from trainer.trunk import Trunk
 class ValueModel(nn.Module):
     """Values before given tokens; 0 everywhere at first, for the head starts at 0."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        group: SequenceGroup | None = None,
-        *,
-        is_partitioned: bool = False,
-        is_packed: bool = False,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, trunk: Trunk) -> None:
         super().__init__()
         self.trunk_model = model.base_model
-        self._trunk = Trunk(model.base_model, group, is_partitioned=is_partitioned, is_packed=is_packed)
+        self._trunk = trunk
         self.head = nn.Linear(model.config.hidden_size, 1, dtype=model.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -81,7 +74,8 @@ class Critic:
         self.can_share_prompts = can_share_prompts(model)
         is_partitioned = zero_stage(trainer, model.dtype) == 3
         is_packed = packs_rows(model.to(ranks.device), trainer, ranks)
-        self._module = ValueModel(model, ranks.sequence, is_partitioned=is_partitioned, is_packed=is_packed).to(ranks.device)
+        trunk = Trunk(model.base_model, ranks.sequence, is_partitioned=is_partitioned, is_packed=is_packed)
+        self._module = ValueModel(model, trunk).to(ranks.device)
         self._trained = TrainedModule(self._module, model.dtype, trainer, ranks)
         self._rate_ratio = trainer.critic_learning_rate / trainer.learning_rate
 

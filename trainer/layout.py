@@ -16,7 +16,7 @@ from trainer.ranks import Ranks
 
 logger = logging.getLogger("laminar.trainer.engine")
 
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Relative error of hidden states that rounding may explain."""
 
 
@@ -35,7 +35,7 @@ def packs_rows(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> b
         return False
     if config.pack_rows == "auto" and not uses_flash(model):
         return False
-    error, limit = packing_error(model), _TOLERANCE[model.dtype]
+    error, limit = packing_error(model), TOLERANCE[model.dtype]
     if error <= limit:
         return True
     text = f"packed rows come out otherwise than alone (relative error {error:.3g}; rounding explains {limit:g})"

@@ -50,12 +50,25 @@ def make_rows():
     return rows
 
 
-def forward(model, rows, share, max_logits_bytes=2**28):
+def forward(model, rows, share, max_logits_bytes=2**28, *, is_packed=False):
     packed = pack_rows(rows, share_prompts=share, device=CPU)
     shared = packed.prompts
     extra = (shared.token_ids, shared.lengths, shared.of_row) if shared else ()
-    logprobs, entropy = Policy(model, max_logits_bytes)(packed.token_ids, packed.mask, packed.temperature, *extra)
+    policy = Policy(model, max_logits_bytes, is_packed=is_packed)
+    logprobs, entropy = policy(packed.token_ids, packed.mask, packed.temperature, *extra)
     return logprobs, entropy, packed
+
+
+def assert_like_a_plain_forward(model, rows, logprobs, entropy, packed):
+    """In values and in gradients."""
+    assert (logprobs[~packed.mask] == 0).all()
+    expected = list(naive(model, rows))
+    torch.testing.assert_close(logprobs[packed.mask], torch.cat([row[0] for row in expected]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(entropy[packed.mask], torch.cat([row[1] for row in expected]), rtol=1e-9, atol=1e-9)
+    ours = gradients(model, logprobs, packed)
+    model.zero_grad()
+    sum(weight * row[0].sum() for weight, row in enumerate(naive(model, rows), start=1)).backward()
+    assert relative_difference(ours, {name: parameter.grad for name, parameter in model.named_parameters()}) < 1e-7
 
 
 def gradients(model, logprobs, packed):
@@ -80,15 +93,7 @@ def naive(model, rows):
 @pytest.mark.parametrize("chunk_bytes", [2**28, 1024])
 def test_values_and_gradients_equal_a_plain_forward(share, chunk_bytes):
     model, rows = tiny_llama(), make_rows()
-    logprobs, entropy, packed = forward(model, rows, share, chunk_bytes)
-    assert (logprobs[~packed.mask] == 0).all()
-    expected = list(naive(model, rows))
-    torch.testing.assert_close(logprobs[packed.mask], torch.cat([row[0] for row in expected]), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(entropy[packed.mask], torch.cat([row[1] for row in expected]), rtol=1e-9, atol=1e-9)
-    ours = gradients(model, logprobs, packed)
-    model.zero_grad()
-    sum(weight * row[0].sum() for weight, row in enumerate(naive(model, rows), start=1)).backward()
-    assert relative_difference(ours, {name: parameter.grad for name, parameter in model.named_parameters()}) < 1e-7
+    assert_like_a_plain_forward(model, rows, *forward(model, rows, share, chunk_bytes))
 
 
 def test_shared_prompts_change_no_gradient_in_float32():
@@ -129,22 +134,7 @@ MODELS = {
 def test_packed_rows_have_the_values_and_gradients_of_rows_alone(name):
     torch.manual_seed(0)
     model, rows = MODELS[name](), make_rows()
-    packed = pack_rows(rows, share_prompts=False, device=CPU)
-    logprobs, entropy = Policy(model, is_packed=True)(*packed.model_inputs())
-    expected = list(naive(model, rows))
-    torch.testing.assert_close(logprobs[packed.mask], torch.cat([row[0] for row in expected]), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(entropy[packed.mask], torch.cat([row[1] for row in expected]), rtol=1e-9, atol=1e-9)
-    ours = gradients(model, logprobs, packed)
-    model.zero_grad()
-    sum(weight * row[0].sum() for weight, row in enumerate(naive(model, rows), start=1)).backward()
-    assert relative_difference(ours, {name: parameter.grad for name, parameter in model.named_parameters()}) < 1e-7
-
-
-def test_a_packed_micro_batch_of_nothing_gives_zero_gradients_everywhere():
-    model = tiny_llama()
-    packed = pack_rows([], share_prompts=False, device=CPU)
-    logprobs, _ = Policy(model, is_packed=True)(*packed.model_inputs())
-    assert all((gradient == 0).all() for gradient in gradients(model, logprobs, packed).values())
+    assert_like_a_plain_forward(model, rows, *forward(model, rows, share=False, is_packed=True))
 
 
 class Alone:
@@ -166,9 +156,10 @@ def test_packing_is_refused_for_a_model_that_does_not_look_at_positions(caplog, 
     assert "trainer.pack_rows is off: packed rows come out otherwise than alone" in caplog.text
 
 
-def test_a_micro_batch_of_nothing_gives_zero_gradients_everywhere():
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_micro_batch_of_nothing_gives_zero_gradients_everywhere(is_packed):
     model = tiny_llama()
-    logprobs, _, packed = forward(model, [], share=False)
+    logprobs, _, packed = forward(model, [], share=False, is_packed=is_packed)
     assert all((gradient == 0).all() for gradient in gradients(model, logprobs, packed).values())
 
 
