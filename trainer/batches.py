@@ -5,18 +5,41 @@ Invariants:
 - all ranks run the same number of micro-batches; an empty one weighs 0;
 - mini-batches are cut between groups, ranks anywhere (24 rows on 5 ranks is fine).
 
-The cost of a micro-batch is rows x longest row; if rows are packed one behind the other, the sum of their lengths. If
-prompts are shared, each distinct prompt is computed once beside its responses: prompts x longest prompt + rows x longest
-response.
+The cost of a micro-batch is what it computes, by its `Layout`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from laminar.errors import ConfigError, InvariantError
 
-PASS_OVERHEAD_TOKENS = 32
-"""What one more pass costs, in tokens: the weights are read once more. It decides when padding is worth splitting off."""
+PASS_OVERHEAD_TOKENS = 64
+"""What one more pass costs, in tokens: weights are read and gradients written once more (SmolLM2-135M on one core: 0.8 s,
+and 12 ms a token). It decides when padding is worth splitting off."""
+MOST_FOLDED_TOKENS = 512
+"""Of a folded micro-batch: attention computes tokens x tokens there, whoever sees whom (there: a fifth of the time)."""
+
+
+class Layout(Enum):
+    """How the rows of a micro-batch lie, and so how many tokens are computed.
+
+    - `PADDED`: whole rows; computed are rows x longest row.
+    - `PACKED`: whole rows one behind the other; the sum of their lengths.
+    - `SHARED`: each distinct prompt once, then the responses; prompts x longest prompt + rows x longest response.
+    - `FOLDED`: the same in one row without padding, in which a response sees its prompt and itself; the sum of prompts and
+      responses. Above `MOST_FOLDED_TOKENS` as `SHARED`.
+    """
+
+    PADDED = "padded"
+    PACKED = "packed"
+    SHARED = "shared"
+    FOLDED = "folded"
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rows of one prompt compute it once."""
+        return self in (Layout.SHARED, Layout.FOLDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +86,7 @@ def plan_micro_batches(
     *,
     max_tokens: int,
     num_ranks: int = 1,
-    share_prompts: bool = False,
-    pack_rows: bool = False,
+    layout: Layout = Layout.PADDED,
 ) -> RankPlan:
     """Deal the rows of one mini-batch to ranks and micro-batches.
 
@@ -74,17 +96,15 @@ def plan_micro_batches(
         rows: the rows; a micro-batch names them by index.
         max_tokens: budget of a micro-batch, padding included.
         num_ranks: ranks to deal to.
-        share_prompts: whether rows of one prompt compute it once.
-        pack_rows: whether rows lie one behind the other, without padding; not together with `share_prompts`.
+        layout: how the rows of a micro-batch lie.
 
     Raises:
         ConfigError: if one row alone exceeds the budget; it names the trajectory.
     """
     refuse_oversize(rows, max_tokens)
-    layout = _Layout(share_prompts, pack_rows)
-    by_length = sorted(range(len(rows)), key=lambda i: (-_own_tokens(rows[i], share_prompts), -rows[i].prompt_tokens, i))
+    by_length = sorted(range(len(rows)), key=lambda i: (-_own_tokens(rows[i], layout), -rows[i].prompt_tokens, i))
     orders = [by_length]
-    if share_prompts:
+    if layout.shares_prompts:
         longest: dict[int, int] = {}
         for index in by_length:
             longest.setdefault(rows[index].prompt, len(longest))
@@ -93,17 +113,11 @@ def plan_micro_batches(
     return min(plans, key=lambda plan: max(_rank_cost(rows, batches, layout) for batches in plan))
 
 
-def computed_tokens(rows: Iterable[RowShape], *, share_prompts: bool, pack_rows: bool = False) -> int:
+def computed_tokens(rows: Iterable[RowShape], layout: Layout) -> int:
     """Cost of computing the rows in one pass, padding included."""
     rows = list(rows)
-    if not rows:
-        return 0
-    if pack_rows:
-        return sum(row.num_tokens for row in rows)
-    if not share_prompts:
-        return len(rows) * max(row.num_tokens for row in rows)
-    prompts = {row.prompt for row in rows}
-    return len(prompts) * max(row.prompt_tokens for row in rows) + len(rows) * max(row.response_tokens for row in rows)
+    *_, cost = (cost for _, cost in _costs_backwards(rows, range(len(rows)), len(rows), layout)) if rows else (0,)
+    return cost
 
 
 def refuse_oversize(rows: Iterable[RowShape], max_tokens: int) -> None:
@@ -120,31 +134,23 @@ def refuse_oversize(rows: Iterable[RowShape], max_tokens: int) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    share_prompts: bool
-    pack_rows: bool
+def _own_tokens(row: RowShape, layout: Layout) -> int:
+    return row.response_tokens if layout.shares_prompts else row.num_tokens
 
 
-def _own_tokens(row: RowShape, share_prompts: bool) -> int:
-    return row.response_tokens if share_prompts else row.num_tokens
-
-
-def _deal(rows: Sequence[RowShape], order: Sequence[int], max_tokens: int, num_ranks: int, layout: _Layout) -> RankPlan:
+def _deal(rows: Sequence[RowShape], order: Sequence[int], max_tokens: int, num_ranks: int, layout: Layout) -> RankPlan:
     """Cut the order into one run of rows a rank, near-equal in tokens, then each run into micro-batches."""
-    batches = [
-        _cut_micro_batches(rows, run, max_tokens, layout) for run in _cut_ranks(rows, order, num_ranks, layout.share_prompts)
-    ]
+    batches = [_cut_micro_batches(rows, run, max_tokens, layout) for run in _cut_ranks(rows, order, num_ranks, layout)]
     num_micro_batches = max(len(batch) for batch in batches)
     return tuple(tuple(batch) + ((),) * (num_micro_batches - len(batch)) for batch in batches)
 
 
-def _cut_ranks(rows: Sequence[RowShape], order: Sequence[int], num_ranks: int, share: bool) -> list[list[int]]:
-    costs, seen = [], set()
+def _cut_ranks(rows: Sequence[RowShape], order: Sequence[int], num_ranks: int, layout: Layout) -> list[list[int]]:
+    costs, seen, share = [], set(), layout.shares_prompts
     for index in order:
         first = rows[index].prompt not in seen
         seen.add(rows[index].prompt)
-        costs.append(_own_tokens(rows[index], share) + (rows[index].prompt_tokens if share and first else 0))
+        costs.append(_own_tokens(rows[index], layout) + (rows[index].prompt_tokens if share and first else 0))
     total = sum(costs)
     runs: list[list[int]] = [[] for _ in range(num_ranks)]
     done = 0
@@ -155,7 +161,7 @@ def _cut_ranks(rows: Sequence[RowShape], order: Sequence[int], num_ranks: int, s
     return runs
 
 
-def _cut_micro_batches(rows: Sequence[RowShape], run: Sequence[int], max_tokens: int, layout: _Layout) -> list[MicroBatch]:
+def _cut_micro_batches(rows: Sequence[RowShape], run: Sequence[int], max_tokens: int, layout: Layout) -> list[MicroBatch]:
     """Cut a run into consecutive micro-batches with the least padded tokens plus overhead, by dynamic programming."""
     best = [0] + [0] * len(run)
     start_of = [0] * (len(run) + 1)
@@ -174,25 +180,24 @@ def _cut_micro_batches(rows: Sequence[RowShape], run: Sequence[int], max_tokens:
     return batches[::-1]
 
 
-def _costs_backwards(rows: Sequence[RowShape], run: Sequence[int], end: int, layout: _Layout) -> Iterable[tuple[int, int]]:
+def _costs_backwards(rows: Sequence[RowShape], run: Sequence[int], end: int, layout: Layout) -> Iterable[tuple[int, int]]:
     """Cost of run[start:end] for start = end - 1, end - 2, ..., each in constant time."""
     prompts: set[int] = set()
-    longest_prompt = longest = packed = 0
-    share = layout.share_prompts
+    longest_prompt = longest = unpadded = 0
+    share = layout.shares_prompts
     for start in range(end - 1, -1, -1):
         row = rows[run[start]]
+        unpadded += _own_tokens(row, layout) + (row.prompt_tokens if share and row.prompt not in prompts else 0)
         prompts.add(row.prompt)
         longest_prompt = max(longest_prompt, row.prompt_tokens)
-        longest = max(longest, _own_tokens(row, share))
-        packed += row.num_tokens
-        padded = (end - start) * longest + (len(prompts) * longest_prompt if share else 0)
-        yield start, packed if layout.pack_rows else padded
+        longest = max(longest, _own_tokens(row, layout))
+        is_folded = layout is Layout.FOLDED and unpadded <= MOST_FOLDED_TOKENS
+        if layout is Layout.PACKED or is_folded:
+            yield start, unpadded
+        else:
+            yield start, (end - start) * longest + (len(prompts) * longest_prompt if share else 0)
 
 
-def _rank_cost(rows: Sequence[RowShape], batches: Sequence[MicroBatch], layout: _Layout) -> int:
-    costs = (
-        computed_tokens((rows[i] for i in batch), share_prompts=layout.share_prompts, pack_rows=layout.pack_rows)
-        for batch in batches
-        if batch
-    )
+def _rank_cost(rows: Sequence[RowShape], batches: Sequence[MicroBatch], layout: Layout) -> int:
+    costs = (computed_tokens((rows[i] for i in batch), layout) for batch in batches if batch)
     return sum(cost + PASS_OVERHEAD_TOKENS for cost in costs)

@@ -15,8 +15,8 @@ from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
 from trainer.deepspeed_setup import zero_stage
 from trainer.gathering import gathered, load_tensors, without_data
-from trainer.layout import packs_rows, wants_flash
-from trainer.model import can_share_prompts, load_model
+from trainer.layout import model_layout, wants_flash
+from trainer.model import load_model
 from trainer.optimizer_shares import SavedShares
 from trainer.packing import PackedRows
 from trainer.ranks import Ranks
@@ -52,7 +52,7 @@ class Critic:
         vocabulary_size: the policy's.
 
     Attributes:
-        can_share_prompts: whether it scores micro-batches whose prompts are shared.
+        layout: which its model can compute.
 
     Raises:
         ConfigError: if it cannot be loaded, or its vocabulary is another than the policy's.
@@ -71,10 +71,9 @@ class Critic:
                 f"model.critic {self._path} has {model.config.vocab_size} token ids, the policy {vocabulary_size}: "
                 "give a model with the same tokenizer"
             )
-        self.can_share_prompts = can_share_prompts(model)
         is_partitioned = zero_stage(trainer, model.dtype) == 3
-        is_packed = packs_rows(model.to(ranks.device), trainer, ranks)
-        trunk = Trunk(model.base_model, ranks.sequence, is_partitioned=is_partitioned, is_packed=is_packed)
+        self.layout = model_layout(model.to(ranks.device), trainer, ranks, is_partitioned=is_partitioned)
+        trunk = Trunk(model.base_model, ranks.sequence, is_partitioned=is_partitioned, layout=self.layout)
         self._module = ValueModel(model, trunk).to(ranks.device)
         self._trained = TrainedModule(self._module, model.dtype, trainer, ranks)
         self._rate_ratio = trainer.critic_learning_rate / trainer.learning_rate

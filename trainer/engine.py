@@ -15,11 +15,12 @@ from torch import Tensor
 from laminar.config.root import LaminarConfig
 from laminar.errors import InvariantError
 from trainer.adapters import add_adapters
+from trainer.batches import Layout
 from trainer.critic import Critic
 from trainer.deepspeed_setup import zero_stage
 from trainer.gathering import gathered, load_tensors, without_data
-from trainer.layout import packs_rows, wants_flash
-from trainer.model import can_share_prompts, load_model
+from trainer.layout import common_layout, model_layout, wants_flash
+from trainer.model import load_model
 from trainer.optimizer_shares import SavedShares
 from trainer.packing import PackedRows
 from trainer.policy import Policy
@@ -40,8 +41,7 @@ class TrainerEngine:
         needs: what the algorithm asks for; decides whether a reference and a critic are loaded.
 
     Attributes:
-        share_prompts: whether rows of one prompt compute it once.
-        packs_rows: whether the rows of a micro-batch lie one behind the other, without padding.
+        layout: how the rows of a micro-batch lie.
         spikes: what the last updates were like.
 
     Raises:
@@ -60,16 +60,17 @@ class TrainerEngine:
             gradient_checkpointing=config.trainer.gradient_checkpointing,
             flash=wants_flash(config.trainer, ranks),
         ).to(ranks.device)
-        self.packs_rows = packs_rows(self.model, config.trainer, ranks)
         vocabulary_size = self.model.config.vocab_size
         lora = config.trainer.lora
         self.adapters = add_adapters(self.model, lora, config.run.seed) if lora.rank else None
         is_partitioned = zero_stage(config.trainer, self.model.dtype) == 3
-        policy = Policy(self.model, group=ranks.sequence, is_partitioned=is_partitioned, is_packed=self.packs_rows)
+        layout = model_layout(self.model, config.trainer, ranks, is_partitioned=is_partitioned)
+        policy = Policy(self.model, group=ranks.sequence, is_partitioned=is_partitioned, layout=layout)
         self._policy = TrainedModule(policy, self.model.dtype, config.trainer, ranks)
-        self._reference = self._make_reference(vocabulary_size) if "ref_logprobs" in needs else None
+        self._reference = self._make_reference(vocabulary_size, layout) if "ref_logprobs" in needs else None
         self._critic = Critic(config, ranks, vocabulary_size) if "values" in needs else None
-        self.share_prompts = self._decide_sharing()
+        others = [scorer.layout for scorer in (self._reference, self._critic) if scorer is not None]
+        self.layout = common_layout(layout, others)
         self.before_update: Callable[[], None] = lambda: None
         self.spikes = SpikeDetector(config.trainer.spikes, config.trainer.max_grad_norm)
 
@@ -167,29 +168,11 @@ class TrainerEngine:
             self.adapters.load(weights, "trainer.lora describes")
         self._policy.load_optimizer(optimizer)
 
-    def _make_reference(self, vocabulary_size: int) -> Reference | FrozenPolicy:
+    def _make_reference(self, vocabulary_size: int, layout: Layout) -> Reference | FrozenPolicy:
         if self.adapters is not None and not self.config.model.reference:
-            return FrozenPolicy(self.adapters, self.score)
+            return FrozenPolicy(self.adapters, self.score, layout)
         return Reference(self.config, self.ranks, vocabulary_size)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         persistent = self.model.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)
-
-    def _decide_sharing(self) -> bool:
-        trainer = self.config.trainer
-        if trainer.share_prompts and trainer.gradient_checkpointing:
-            logger.warning(
-                "trainer.share_prompts is off: gradient_checkpointing recomputes layers without a key-value cache"
-            )
-            return False
-        if trainer.share_prompts and self.ranks.sequence is not None:
-            return False  # a rank has a stretch of each row, and no prompt of its own
-        if self.packs_rows:
-            return False
-        others = [scorer for scorer in (self._reference, self._critic) if scorer is not None]
-        is_able = can_share_prompts(self.model) and all(scorer.can_share_prompts for scorer in others)
-        if trainer.share_prompts and not is_able:
-            logger.warning("trainer.share_prompts is off: a model has layers without a plain key-value cache")
-            return False
-        return trainer.share_prompts

@@ -1,10 +1,11 @@
-"""How the rows of a micro-batch lie: padded to the longest, or packed one behind the other (DESIGN section 9).
+"""Which `Layout` a model's micro-batches get (DESIGN section 9); a new model is tried on a few tokens first.
 
 Packed rows are told apart by their positions alone, which begin at 0 again with each: flash attention reads them so, and so
 does the mask that transformers makes for other attention (which is slow, and has tokens x tokens elements).
 """
 
 import logging
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from transformers import PreTrainedModel
 
 from laminar.config.trainer import TrainerConfig
 from laminar.errors import ConfigError
+from trainer.batches import Layout
+from trainer.folding import fold, run_folded
+from trainer.model import can_share_prompts
 from trainer.ranks import Ranks
 
 logger = logging.getLogger("laminar.trainer.engine")
@@ -23,6 +27,43 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 def wants_flash(config: TrainerConfig, ranks: Ranks) -> bool:
     """Whether a model is to be loaded with flash attention, where that is installed."""
     return config.pack_rows != "off" and ranks.sequence is None and ranks.device.type == "cuda"
+
+
+def model_layout(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, *, is_partitioned: bool = False) -> Layout:
+    """The best layout that a model can compute under these settings.
+
+    Args:
+        model: on its device, its parameters whole.
+        config: the trainer's settings.
+        ranks: the joined ranks; where they share a row, a rank has no prompt of its own.
+        is_partitioned: ZeRO 3 will split it: all ranks must pass through it equally often, so nothing is folded.
+
+    Raises:
+        ConfigError: `pack_rows` is `on`, and the model mixes rows that are packed.
+    """
+    if packs_rows(model, config, ranks):
+        return Layout.PACKED
+    if not config.share_prompts or ranks.sequence is not None:
+        return Layout.PADDED
+    if config.gradient_checkpointing:
+        logger.warning("trainer.share_prompts is off: gradient_checkpointing recomputes layers without a key-value cache")
+        return Layout.PADDED
+    if not can_share_prompts(model):
+        logger.warning("trainer.share_prompts is off: a model has layers without a plain key-value cache")
+        return Layout.PADDED
+    is_sdpa = model.config._attn_implementation == "sdpa"  # others take other masks
+    folds = is_sdpa and not is_partitioned and folding_error(model) <= TOLERANCE[model.dtype]
+    return Layout.FOLDED if folds else Layout.SHARED
+
+
+def common_layout(policy: Layout, others: Iterable[Layout]) -> Layout:
+    """The layout of micro-batches that the policy and other models compute: prompts are shared if all of them can."""
+    if not policy.shares_prompts:
+        return policy
+    layouts = {policy, *others}
+    if layouts == {Layout.FOLDED}:
+        return Layout.FOLDED
+    return Layout.SHARED if all(layout.shares_prompts for layout in layouts) else Layout.PADDED
 
 
 def packs_rows(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:
@@ -60,6 +101,28 @@ def packing_error(model: PreTrainedModel) -> float:
     places_N = torch.cat([torch.arange(len(row), device=device) for row in rows])
     packed_NH = trunk(input_ids=ids_N[None], position_ids=places_N[None], use_cache=False).last_hidden_state[0]
     return float((packed_NH - alone_NH).double().norm() / alone_NH.double().norm())
+
+
+@torch.no_grad()
+def folding_error(model: PreTrainedModel) -> float:
+    """Relative error of a model's hidden states for two responses to each of two prompts, folded against one by one."""
+    trunk, device = model.base_model, next(model.parameters()).device
+    prompts = (torch.arange(5, 8, device=device), torch.arange(9, 14, device=device))
+    responses = torch.arange(1, 13, device=device).view(4, 3)
+    alone = [
+        trunk(input_ids=torch.cat([prompts[row // 2], response[:-1]])[None] % model.config.vocab_size, use_cache=False)
+        for row, response in enumerate(responses)
+    ]
+    alone_BTH = torch.stack([output.last_hidden_state[0, -len(responses[0]) :] for output in alone])
+    folded = fold(
+        responses % model.config.vocab_size,
+        torch.ones_like(responses, dtype=torch.bool),
+        torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True) % model.config.vocab_size,
+        torch.tensor([len(prompt) for prompt in prompts], device=device),
+        torch.arange(len(responses), device=device) // 2,
+    )
+    assert folded is not None
+    return float((run_folded(trunk, folded) - alone_BTH).double().norm() / alone_BTH.double().norm())
 
 
 def packed_places(scored_BU: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from laminar.policies.masking import trained_mask
 from laminar.types import Purpose, Trajectory
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.loss import loss_denominator
-from trainer.batches import plan_micro_batches, split_mini_batches
+from trainer.batches import Layout, plan_micro_batches, split_mini_batches
 from trainer.packing import Row, make_row, prompt_tokens
 
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -96,8 +96,7 @@ def plan_step(
     mini_batches: int,
     max_tokens: int,
     num_ranks: int,
-    share_prompts: bool,
-    pack_rows: bool = False,
+    layout: Layout,
     oldest_trained: int = 0,
 ) -> StepPlan:
     """Decide who computes what.
@@ -108,8 +107,7 @@ def plan_step(
         mini_batches: optimizer updates wanted.
         max_tokens: budget of a micro-batch, padding included.
         num_ranks: ranks to deal to.
-        share_prompts: whether rows of one prompt compute it once.
-        pack_rows: whether rows lie one behind the other, without padding.
+        layout: how the rows of a micro-batch lie.
         oldest_trained: tokens of versions below this number enter neither numerator nor denominator.
 
     Raises:
@@ -131,9 +129,7 @@ def plan_step(
         if problem:
             return StepPlan(skipped=problem)
         shapes = [row.shape for row in rows[start:]]
-        ranks = plan_micro_batches(
-            shapes, max_tokens=max_tokens, num_ranks=num_ranks, share_prompts=share_prompts, pack_rows=pack_rows
-        )
+        ranks = plan_micro_batches(shapes, max_tokens=max_tokens, num_ranks=num_ranks, layout=layout)
         num_tokens = sum(int(row.mask.sum()) for row in rows[start:])
         denominator = loss_denominator(
             algorithm.aggregation,

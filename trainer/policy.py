@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from laminar.errors import ConfigError
+from trainer.batches import Layout
 from trainer.ranks import SequenceGroup
 from trainer.trunk import Trunk
 
@@ -70,7 +71,7 @@ class Policy(nn.Module):
         max_logits_bytes: beyond this, logits are made chunk by chunk, and again in the backward pass.
         group: ranks that share each row, if there are any.
         is_partitioned: whether ZeRO 3 will split its parameters.
-        is_packed: whether whole rows are computed one behind the other; see `trainer.layout`.
+        layout: which the model can compute; see `trainer.layout`.
 
     Raises:
         ConfigError: if the model changes its logits after the head, which this class would miss.
@@ -83,7 +84,7 @@ class Policy(nn.Module):
         group: SequenceGroup | None = None,
         *,
         is_partitioned: bool = False,
-        is_packed: bool = False,
+        layout: Layout = Layout.SHARED,
     ) -> None:
         super().__init__()
         for name, neutral in _SCALED_LOGITS.items():
@@ -93,7 +94,7 @@ class Policy(nn.Module):
                 )
         self.model = model
         self.head = Head(model.get_output_embeddings(), max_logits_bytes)
-        self._trunk = Trunk(model, group, is_partitioned=is_partitioned, is_packed=is_packed)
+        self._trunk = Trunk(model, group, is_partitioned=is_partitioned, layout=layout)
 
     def forward(
         self,

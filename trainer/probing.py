@@ -23,8 +23,8 @@ def score_probe(engine: TrainerEngine) -> Probe | None:
         None if a log-prob is not finite, which is logged: there is nothing to compare with then.
     """
     token_ids = probe_tokens(engine.model.config.vocab_size)
-    batch = pack_rows([probe_row(token_ids)], share_prompts=engine.share_prompts, device=engine.ranks.device)
-    (logprobs_T,) = unpack_rows(engine.score(batch), [probe_row(token_ids)], share_prompts=engine.share_prompts)
+    batch = pack_rows([probe_row(token_ids)], share_prompts=engine.layout.shares_prompts, device=engine.ranks.device)
+    (logprobs_T,) = unpack_rows(engine.score(batch), [probe_row(token_ids)], share_prompts=engine.layout.shares_prompts)
     try:
         return Probe(token_ids, tuple(logprobs_T[1:].tolist()))
     except RelayError as error:

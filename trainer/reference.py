@@ -9,8 +9,9 @@ from torch import Tensor
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
 from trainer.adapters import Adapters
-from trainer.layout import packs_rows, wants_flash
-from trainer.model import can_share_prompts, load_model
+from trainer.batches import Layout
+from trainer.layout import model_layout, wants_flash
+from trainer.model import load_model
 from trainer.packing import PackedRows
 from trainer.policy import Policy
 from trainer.ranks import Ranks
@@ -24,7 +25,7 @@ class Reference:
         ranks: the joined ranks.
 
     Attributes:
-        can_share_prompts: whether it scores micro-batches whose prompts are shared.
+        layout: which its model can compute.
 
     Raises:
         ConfigError: if it cannot be loaded, or its vocabulary is another than the policy's.
@@ -42,10 +43,9 @@ class Reference:
                 f"model.reference {path} has {model.config.vocab_size} token ids, the policy {vocabulary_size}: "
                 "give a model with the same tokenizer"
             )
-        self.can_share_prompts = can_share_prompts(model)
         model = model.requires_grad_(False).eval()
-        is_packed = packs_rows(model, config.trainer, ranks)
-        self._policy = Policy(model, group=ranks.sequence, is_packed=is_packed)
+        self.layout = model_layout(model, config.trainer, ranks)
+        self._policy = Policy(model, group=ranks.sequence, layout=self.layout)
         self._device = ranks.device
         self._home = torch.device("cpu") if config.trainer.keep_reference_on == "cpu" else ranks.device
         self._policy.to(self._home)
@@ -76,15 +76,11 @@ class FrozenPolicy:
     Args:
         adapters: of the policy.
         score: scores a micro-batch under the policy, without gradient.
-
-    Attributes:
-        can_share_prompts: it does what the policy does.
+        layout: the policy's.
     """
 
-    can_share_prompts = True
-
-    def __init__(self, adapters: Adapters, score: Callable[[PackedRows], Tensor]) -> None:
-        self._adapters, self._score = adapters, score
+    def __init__(self, adapters: Adapters, score: Callable[[PackedRows], Tensor], layout: Layout) -> None:
+        self._adapters, self._score, self.layout = adapters, score, layout
 
     def __enter__(self) -> Self:
         """Nothing has to come."""

@@ -89,9 +89,9 @@ def _score(engine: TrainerEngine, name: str, scorer: Scorer, mini_batches: tuple
     for mini_batch in mini_batches:
         for indices in mini_batch.ranks[engine.ranks.share]:
             own = [rows[index] for index in indices]
-            batch = pack_rows(own, share_prompts=engine.share_prompts, device=engine.ranks.device)
+            batch = pack_rows(own, share_prompts=engine.layout.shares_prompts, device=engine.ranks.device)
             values_BT = scorer(batch)
-            arrays = unpack_rows(values_BT, own, share_prompts=engine.share_prompts) if own else []
+            arrays = unpack_rows(values_BT, own, share_prompts=engine.layout.shares_prompts) if own else []
             scored |= {index: _with(row, name, array) for index, row, array in zip(indices, own, arrays, strict=True)}
     return scored
 

@@ -101,8 +101,7 @@ def _plan(
         mini_batches=trainer.mini_batches,
         max_tokens=trainer.max_tokens_per_micro_batch * trainer.sequence_parallel_size,
         num_ranks=engine.ranks.num_shares,
-        share_prompts=engine.share_prompts,
-        pack_rows=engine.packs_rows,
+        layout=engine.layout,
         oldest_trained=oldest_trained,
     )
     plan.metrics.update(batch_metrics(groups, trained_on=step - 1, oldest_trained=oldest_trained) | seen)

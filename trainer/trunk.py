@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
+from trainer.batches import Layout
+from trainer.folding import fold, run_folded
 from trainer.layout import packed_places
 from trainer.ranks import SequenceGroup
 from trainer.sequence_parallel import join_stretches, split_attention, stretch_of
@@ -25,7 +27,7 @@ class Trunk:
         group: ranks that compute a stretch of each row each; None: this rank computes whole rows.
         is_partitioned: ZeRO 3 splits the model: the ranks gather each layer together, so all must call the same layers in
             the same order, even one that has nothing to compute there.
-        is_packed: compute whole rows one behind the other, without their padding; see `trainer.layout`.
+        layout: which the model can compute; see `trainer.layout`.
 
     Raises:
         ConfigError: if the model cannot be split so.
@@ -37,9 +39,9 @@ class Trunk:
         group: SequenceGroup | None = None,
         *,
         is_partitioned: bool = False,
-        is_packed: bool = False,
+        layout: Layout = Layout.SHARED,
     ) -> None:
-        self._model, self._group, self._is_partitioned, self._is_packed = model, group, is_partitioned, is_packed
+        self._model, self._group, self._is_partitioned, self._layout = model, group, is_partitioned, layout
         if group is not None:
             split_attention(model, group)
         parameters = inspect.signature(type(model.base_model).forward).parameters
@@ -70,13 +72,15 @@ class Trunk:
             return self._of_stretch(token_ids_BT, mask_BT, self._group)
         if prompt_ids_PT is None:
             given_BU, scored_BU, targets_BU = token_ids_BT[:, :-1], mask_BT[:, 1:], token_ids_BT[:, 1:]
-            if self._is_packed:
+            if self._layout is Layout.PACKED:
                 return self._run_packed(given_BU, scored_BU), scored_BU, targets_BU
             return self._run(given_BU).last_hidden_state, scored_BU, targets_BU
         assert prompt_lengths_P is not None
         assert prompt_of_row_B is not None
-        hidden_BTH = self._after_prompts(token_ids_BT, prompt_ids_PT, prompt_lengths_P, prompt_of_row_B)
-        return hidden_BTH, mask_BT, token_ids_BT
+        prompts = (prompt_ids_PT, prompt_lengths_P, prompt_of_row_B)
+        if self._layout is Layout.FOLDED and (folded := fold(token_ids_BT, mask_BT, *prompts)) is not None:
+            return run_folded(self._model.base_model, folded), mask_BT, token_ids_BT
+        return self._after_prompts(token_ids_BT, *prompts), mask_BT, token_ids_BT
 
     def aligned(self, values_BU: Tensor, mask_BT: Tensor) -> Tensor:
         """Values of what `before` gave, as (B, T) of the tokens it was asked about; those of all stretches."""

@@ -115,7 +115,7 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     totals.micro_batches += len(micro_batches)
     for number, indices in enumerate(micro_batches, start=1):
         own = [work.rows[index] for index in indices]
-        batch = pack_rows(own, share_prompts=engine.share_prompts, device=engine.ranks.device)
+        batch = pack_rows(own, share_prompts=engine.layout.shares_prompts, device=engine.ranks.device)
         is_last, needs_gradient = number == len(micro_batches), "entropy_gradient" in work.algorithm.needs
         logprobs_BT, entropy_BT = engine.forward(batch, is_last=is_last, entropy_gradient=needs_gradient)
         numerator, parts, problem, sizes_B = _loss(work.algorithm, batch, logprobs_BT, entropy_BT)

@@ -16,6 +16,7 @@ from laminar.types import (
 from trainer.algorithms.policy_gradient import PolicyGradient
 from trainer.algorithms.presets import GrpoOptions
 from trainer.batch_metrics import batch_metrics
+from trainer.batches import Layout
 from trainer.plan import build_rows, plan_step
 
 
@@ -81,7 +82,7 @@ OLD, MIXED, FRESH = (
 def plan(aggregation="token_mean", oldest=4):
     algorithm = PolicyGradient(GrpoOptions(aggregation=aggregation, std="none"))
     return plan_step(
-        [(OLD, MIXED, FRESH)], algorithm, mini_batches=1, max_tokens=64, num_ranks=1, share_prompts=True,
+        [(OLD, MIXED, FRESH)], algorithm, mini_batches=1, max_tokens=64, num_ranks=1, layout=Layout.SHARED,
         oldest_trained=oldest,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.errors import ConfigError
-from trainer.batches import RowShape, computed_tokens, plan_micro_batches, split_mini_batches
+from trainer.batches import MOST_FOLDED_TOKENS, Layout, RowShape, computed_tokens, plan_micro_batches, split_mini_batches
 
 
 def rows_of(lengths):
@@ -31,36 +31,32 @@ def test_bins_of_mixed_lengths_are_few_and_within_the_cap():
     assert sorted(chain(*result)) == list(range(8))
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_an_oversize_row_is_refused_by_name(share):
+@pytest.mark.parametrize("layout", Layout)
+def test_an_oversize_row_is_refused_by_name(layout):
     with pytest.raises(ConfigError, match=r"trajectory t1 .*11 tokens.*max_tokens_per_micro_batch is 10"):
-        plan_micro_batches(rows_of([3, 11]), max_tokens=10, share_prompts=share)
+        plan_micro_batches(rows_of([3, 11]), max_tokens=10, layout=layout)
 
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30)), min_size=1, max_size=40)
 
 
-LAYOUTS = [{}, {"share_prompts": True}, {"pack_rows": True}]
-
-
-@given(ROWS, st.integers(1, 6), st.sampled_from(LAYOUTS), st.integers(40, 200))
+@given(ROWS, st.integers(1, 6), st.sampled_from(Layout), st.integers(40, 200))
 @settings(max_examples=60, deadline=None)
 def test_every_row_is_in_one_micro_batch_within_budget_and_ranks_run_equally_many(shapes, num_ranks, layout, cap):
     prompt_tokens = [3, 9, 1, 5, 7]
     rows = [RowShape(str(i), prompt, prompt_tokens[prompt], response) for i, (prompt, response) in enumerate(shapes)]
-    plan = plan_micro_batches(rows, max_tokens=cap, num_ranks=num_ranks, **layout)
+    plan = plan_micro_batches(rows, max_tokens=cap, num_ranks=num_ranks, layout=layout)
     assert len(plan) == num_ranks
     assert len({len(batches) for batches in plan}) == 1
     assert sorted(chain(*chain(*plan))) == list(range(len(rows)))
-    cost = {"share_prompts": False, **layout}
-    assert all(computed_tokens((rows[i] for i in batch), **cost) <= cap for batch in chain(*plan))
-    assert plan == plan_micro_batches(rows, max_tokens=cap, num_ranks=num_ranks, **layout)
+    assert all(computed_tokens((rows[i] for i in batch), layout) <= cap for batch in chain(*plan))
+    assert plan == plan_micro_batches(rows, max_tokens=cap, num_ranks=num_ranks, layout=layout)
 
 
 def test_packed_rows_pay_for_no_padding():
     """100 + 10 + 10 + 10 tokens: one micro-batch of 130, where padding makes it 400, or cuts it in two."""
     rows = rows_of([100, 10, 10, 10])
-    assert plan_micro_batches(rows, max_tokens=130, pack_rows=True) == (((0, 1, 2, 3),),)
+    assert plan_micro_batches(rows, max_tokens=130, layout=Layout.PACKED) == (((0, 1, 2, 3),),)
     assert [len(batch) for batch in plan_micro_batches(rows, max_tokens=130)[0]] == [1, 3]
 
 
@@ -76,24 +72,34 @@ def test_more_ranks_than_rows_gives_empty_micro_batches():
 
 def test_a_shared_prompt_is_paid_once():
     rows = [RowShape(str(i), 0, 100, 5) for i in range(8)]
-    assert computed_tokens(rows, share_prompts=True) == 140
-    assert computed_tokens(rows, share_prompts=False) == 840
-    plan = plan_micro_batches(rows, max_tokens=140, share_prompts=True)
+    assert computed_tokens(rows, Layout.SHARED) == computed_tokens(rows, Layout.FOLDED) == 140
+    assert computed_tokens(rows, Layout.PADDED) == computed_tokens(rows, Layout.PACKED) == 840
+    plan = plan_micro_batches(rows, max_tokens=140, layout=Layout.SHARED)
     assert plan == ((tuple(range(8)),),)
+
+
+def test_folded_rows_pay_for_prompts_once_and_for_no_padding_until_they_are_too_many():
+    """20 + 10 prompt tokens and 50 + 4 + 4 of responses are 88; padded 2 x 20 + 3 x 50. Eleven times 100 are too many."""
+    rows = [RowShape("a", 0, 20, 50), RowShape("b", 0, 20, 4), RowShape("c", 1, 10, 4)]
+    assert computed_tokens(rows, Layout.FOLDED) == 88
+    assert computed_tokens(rows, Layout.SHARED) == 190
+    many = [RowShape(str(i), 0, MOST_FOLDED_TOKENS // 4, MOST_FOLDED_TOKENS // 8 - i) for i in range(6)]
+    assert computed_tokens(many, Layout.FOLDED) == 6 * 128 - 15 + 256
+    many.append(RowShape("long", 0, MOST_FOLDED_TOKENS // 4, MOST_FOLDED_TOKENS // 8))
+    assert computed_tokens(many, Layout.FOLDED) == 7 * 128 + 256
 
 
 def test_a_group_larger_than_the_budget_is_split_and_repeats_its_prompt():
     rows = [RowShape(str(i), 0, 100, 50) for i in range(8)]
-    plan = plan_micro_batches(rows, max_tokens=300, share_prompts=True)
+    plan = plan_micro_batches(rows, max_tokens=300, layout=Layout.SHARED)
     assert [len(batch) for batch in plan[0]] == [4, 4]
 
 
 def test_long_tails_are_kept_from_padding_the_short_rows():
     rows = [RowShape(str(i), i // 8, 20, 500 if i % 8 == 0 else 20) for i in range(32)]
-    (batches,) = plan_micro_batches(rows, max_tokens=16384, share_prompts=True)
-    assert sum(computed_tokens((rows[i] for i in batch), share_prompts=True) for batch in batches) < 1.2 * (
-        4 * 520 + 28 * 20 + 80
-    )
+    (batches,) = plan_micro_batches(rows, max_tokens=16384, layout=Layout.SHARED)
+    cost = sum(computed_tokens((rows[i] for i in batch), Layout.SHARED) for batch in batches)
+    assert cost < 1.2 * (4 * 520 + 28 * 20 + 80)
 
 
 @pytest.mark.parametrize(("groups", "parts", "sizes"), [(8, 1, [8]), (7, 3, [3, 2, 2]), (2, 4, [1, 1]), (6, 3, [2, 2, 2])])

@@ -15,6 +15,7 @@ from trainer.algorithms.advantages import greedy_advantages
 from trainer.algorithms.policy_gradient import PolicyGradient
 from trainer.algorithms.presets import RemaxOptions
 from trainer.batch_metrics import batch_metrics
+from trainer.batches import Layout
 from trainer.plan import plan_step
 
 
@@ -72,7 +73,7 @@ def test_a_group_is_kept_if_any_answer_differs_from_the_greedy_one(make_group):
 def test_the_greedy_answer_gets_no_row_and_is_in_no_mean(make_group):
     group = make_group([1.0, 0.0], 0.25)
     plan = plan_step(
-        [group], PolicyGradient(RemaxOptions()), mini_batches=1, max_tokens=100, num_ranks=1, share_prompts=True
+        [group], PolicyGradient(RemaxOptions()), mini_batches=1, max_tokens=100, num_ranks=1, layout=Layout.SHARED
     )
     assert [(row.trajectory_id, row.advantage) for row in plan.rows] == [("g-000", 0.75), ("g-001", -0.25)]
     assert plan.mini_batches[0].denominator == 2

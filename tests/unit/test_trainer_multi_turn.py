@@ -9,6 +9,7 @@ from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Traj
 from trainer.algorithms.policy_gradient import PolicyGradient
 from trainer.algorithms.presets import GrpoOptions
 from trainer.batch_metrics import batch_metrics
+from trainer.batches import Layout
 from trainer.plan import build_rows, plan_step
 
 V = WeightVersion(0, 0)
@@ -45,7 +46,8 @@ def two_chains(name, reward):
 
 def trained_tokens(group):
     """(id, log-prob, advantage, trained tokens of its trajectory) of every trained token of the better sibling."""
-    plan = plan_step([group], PolicyGradient(GrpoOptions()), mini_batches=1, max_tokens=64, num_ranks=1, share_prompts=False)
+    algorithm = PolicyGradient(GrpoOptions())
+    plan = plan_step([group], algorithm, mini_batches=1, max_tokens=64, num_ranks=1, layout=Layout.PADDED)
     rows = [row for row in build_rows(plan.rows, group, 0) if row.shape.name == "good"]
     return [
         (int(token), float(logprob), row.advantage, row.sequence_tokens)

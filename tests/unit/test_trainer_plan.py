@@ -21,6 +21,7 @@ from laminar.types import (
 from trainer.algorithms.policy_gradient import PolicyGradient
 from trainer.algorithms.presets import GrpoOptions
 from trainer.batch_metrics import batch_metrics
+from trainer.batches import Layout
 from trainer.plan import StepPlan, build_rows, plan_step
 
 
@@ -62,7 +63,7 @@ def failed(name):
 
 def plan_of(*groups, options=None, mini_batches=1, num_ranks=1):
     algorithm = PolicyGradient(options or GrpoOptions())
-    return plan_step(groups, algorithm, mini_batches=mini_batches, max_tokens=64, num_ranks=num_ranks, share_prompts=True)
+    return plan_step(groups, algorithm, mini_batches=mini_batches, max_tokens=64, num_ranks=num_ranks, layout=Layout.SHARED)
 
 
 D10 = [

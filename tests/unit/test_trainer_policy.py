@@ -5,11 +5,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+import trainer.layout
 from laminar.config.trainer import TrainerConfig
 from laminar.errors import ConfigError, InvariantError
 from laminar.types import Chain, WeightVersion, given, sampled
-from trainer import layout
-from trainer.layout import packs_rows
+from trainer import folding, trunk
+from trainer.batches import Layout
+from trainer.layout import common_layout, model_layout, packs_rows
 from trainer.model import can_share_prompts
 from trainer.packing import make_row, pack_rows
 from trainer.policy import Policy, score_tokens
@@ -50,11 +52,11 @@ def make_rows():
     return rows
 
 
-def forward(model, rows, share, max_logits_bytes=2**28, *, is_packed=False):
-    packed = pack_rows(rows, share_prompts=share, device=CPU)
+def forward(model, rows, layout, max_logits_bytes=2**28):
+    packed = pack_rows(rows, share_prompts=layout.shares_prompts, device=CPU)
     shared = packed.prompts
     extra = (shared.token_ids, shared.lengths, shared.of_row) if shared else ()
-    policy = Policy(model, max_logits_bytes, is_packed=is_packed)
+    policy = Policy(model, max_logits_bytes, layout=layout)
     logprobs, entropy = policy(packed.token_ids, packed.mask, packed.temperature, *extra)
     return logprobs, entropy, packed
 
@@ -89,17 +91,26 @@ def naive(model, rows):
         yield logprobs, distribution.entropy()[places - 1]
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("chunk_bytes", [2**28, 1024])
-def test_values_and_gradients_equal_a_plain_forward(share, chunk_bytes):
+def test_values_and_gradients_equal_a_plain_forward(layout, chunk_bytes):
     model, rows = tiny_llama(), make_rows()
-    assert_like_a_plain_forward(model, rows, *forward(model, rows, share, chunk_bytes))
+    assert_like_a_plain_forward(model, rows, *forward(model, rows, layout, chunk_bytes))
+
+
+def test_more_tokens_than_are_folded_go_by_the_cache(monkeypatch):
+    model, rows = tiny_llama(), make_rows()
+    monkeypatch.setattr(folding, "MOST_FOLDED_TOKENS", 20)  # 8 of prompts, 16 given of responses
+    monkeypatch.setattr(trunk, "run_folded", None)
+    assert_like_a_plain_forward(model, rows, *forward(model, rows, Layout.FOLDED))
 
 
 def test_shared_prompts_change_no_gradient_in_float32():
     model, rows = tiny_llama().float(), make_rows()
-    plain, shared = (gradients(model, *forward(model, rows, share)[::2]) for share in (False, True))
-    assert relative_difference(shared, plain) < 1e-6
+    plain, shared, folded = (
+        gradients(model, *forward(model, rows, layout)[::2]) for layout in (Layout.PADDED, Layout.SHARED, Layout.FOLDED)
+    )
+    assert max(relative_difference(shared, plain), relative_difference(folded, plain)) < 1e-6
 
 
 def relative_difference(ours, theirs):
@@ -111,8 +122,8 @@ def test_a_model_with_learned_positions_shares_prompts_too():
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=37, n_positions=32, n_embd=16, n_layer=2, n_head=2)).double().eval()
     rows = make_rows()
-    for share in (False, True):
-        logprobs, _, packed = forward(model, rows, share)
+    for layout in Layout:
+        logprobs, _, packed = forward(model, rows, layout)
         torch.testing.assert_close(logprobs[packed.mask], torch.cat([row[0] for row in naive(model, rows)]))
 
 
@@ -134,7 +145,7 @@ MODELS = {
 def test_packed_rows_have_the_values_and_gradients_of_rows_alone(name):
     torch.manual_seed(0)
     model, rows = MODELS[name](), make_rows()
-    assert_like_a_plain_forward(model, rows, *forward(model, rows, share=False, is_packed=True))
+    assert_like_a_plain_forward(model, rows, *forward(model, rows, Layout.PACKED))
 
 
 class Alone:
@@ -151,15 +162,44 @@ def test_packing_is_refused_for_a_model_that_does_not_look_at_positions(caplog, 
     model.model.forward = lambda *, position_ids=None, **arguments: forward(**arguments)
     with pytest.raises(ConfigError, match=r'relative error 0\.\d+; .* set trainer\.pack_rows = "off"'):
         packs_rows(model, TrainerConfig(pack_rows="on"), Alone)
-    monkeypatch.setattr(layout, "uses_flash", lambda model: True)
+    monkeypatch.setattr(trainer.layout, "uses_flash", lambda model: True)
     assert not packs_rows(model, TrainerConfig(), Alone)
     assert "trainer.pack_rows is off: packed rows come out otherwise than alone" in caplog.text
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_micro_batch_of_nothing_gives_zero_gradients_everywhere(is_packed):
+def test_prompts_are_folded_where_a_model_keeps_to_the_mask_it_is_given():
+    model = tiny_llama().float()
+    assert model_layout(model, TrainerConfig(), Alone) is Layout.FOLDED
+    assert model_layout(model, TrainerConfig(), Alone, is_partitioned=True) is Layout.SHARED
+    assert model_layout(model, TrainerConfig(share_prompts=False), Alone) is Layout.PADDED
+    assert model_layout(MODELS["sliding"]().float(), TrainerConfig(), Alone) is Layout.PADDED
+    forward = model.model.forward
+    model.model.forward = lambda *, attention_mask=None, **arguments: forward(**arguments)
+    assert model_layout(model, TrainerConfig(), Alone) is Layout.SHARED
+    model.config._attn_implementation = "eager"
+    assert model_layout(model, TrainerConfig(), Alone) is Layout.SHARED
+
+
+@pytest.mark.parametrize(
+    ("policy", "others", "expected"),
+    [
+        ("folded", [], "folded"),
+        ("folded", ["folded"], "folded"),
+        ("folded", ["shared"], "shared"),
+        ("shared", ["folded"], "shared"),
+        ("folded", ["folded", "padded"], "padded"),
+        ("packed", ["folded"], "packed"),
+        ("padded", ["folded"], "padded"),
+    ],
+)
+def test_models_that_score_one_batch_agree_on_a_layout(policy, others, expected):
+    assert common_layout(Layout(policy), map(Layout, others)) is Layout(expected)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_a_micro_batch_of_nothing_gives_zero_gradients_everywhere(layout):
     model = tiny_llama()
-    logprobs, _, packed = forward(model, [], share=False, is_packed=is_packed)
+    logprobs, _, packed = forward(model, [], layout)
     assert all((gradient == 0).all() for gradient in gradients(model, logprobs, packed).values())
 
 
