@@ -1,18 +1,20 @@
 """Does repack pay? `python -m benchmarks.repack [--quick]`.
 
 16 emulated replicas with the paper's 32B TP4 decode latencies and 32B answer lengths; real workers, manager, relay, trainer
-loop (emulated steps) and Redis; update mode `trajectory`. Repack off and on, alternated, same prompts, seeds and so
-lengths. Time runs `TIME_FACTOR` times faster than in the real engines; one emulated token stands for `TOKEN_SCALE` real
-ones; requests come, go and end at the exact emulated token, and streams hear of `STREAM_TOKENS` of them at once. Values are
-in real tokens and real engine seconds. Start-up is not counted.
+loop (emulated steps) and Redis; update mode `trajectory`. Pairs of arms, repack off and on, first the one, then the other;
+the two of a pair have the same prompts, seed and so lengths, every pair others. Time runs `TIME_FACTOR` times faster than in
+the real engines; one emulated token stands for `TOKEN_SCALE` real ones; requests come, go and end at the exact emulated
+token, and streams hear of `STREAM_TOKENS` of them at once. Values are in real tokens and real engine seconds. Start-up is
+not counted.
 
 Value: generated tokens/s on over off. Bar: 1.20, with mean key-value use up, mean and maximum trajectory latency at most 3
-% worse, CPU for planning and moving below 1 % of wall, and 1,000 replicas planned in less than 50 ms of CPU. Latency is
-compared over the trajectories that ended in both arms, the same prompts and lengths; as measured it includes what this
-machine adds, times the time factor. A move's CPU is measured apart (`benchmarks.move_cost`), and everything that planning
-and moving cost in all 17 processes is divided by the wall time of the engines, since moves come as often as engine time
-passes; by this machine's own, shorter wall it is told as well. The engines' lag and the workers' late share (of wall: how
-late the event loop wakes) tell how far the machine kept up; with a lag figures are low.
+% worse, CPU for planning and moving below 1 % of wall, and 1,000 replicas planned in less than 50 ms of CPU. All are means
+over the pairs. Latency is compared over the trajectories that ended in both arms of a pair, the same prompts and lengths; as
+measured it includes what this machine adds, times the time factor. One pair's maximum is one answer's luck: single arms of
+one setting differ by 5 %. A move's CPU is measured apart (`benchmarks.move_cost`), and everything that planning and moving
+cost in all 17 processes is divided by the wall time of the engines, since moves come as often as engine time passes; by this
+machine's own, shorter wall it is told as well. The engines' lag and the workers' late share (of wall: how late the event
+loop wakes) tell how far the machine kept up; with a lag figures are low.
 """
 
 import argparse
@@ -45,11 +47,11 @@ BAR = 1.20
 PLAN_BAR_MILLISECONDS = 50
 
 
-def settings(model: Path, *, repack: bool, time_factor: float, num_replicas: int) -> LaminarConfig:
+def settings(model: Path, *, repack: bool, seed: int, time_factor: float, num_replicas: int) -> LaminarConfig:
     """The run; lengths in emulated tokens, times in seconds of this machine."""
     return LaminarConfig.model_validate(
         {
-            "run": {"max_steps": 10_000, "seed": 7},
+            "run": {"max_steps": 10_000, "seed": seed},
             "model": {"path": str(model)},
             "data": {"path": "-", "max_prompt_tokens": 16},
             "rewards": [{"kind": "benchmarks.emulated_fleet:one"}],
@@ -79,7 +81,15 @@ def settings(model: Path, *, repack: bool, time_factor: float, num_replicas: int
 
 
 async def measure_arm(
-    model: Path, folder: Path, *, repack: bool, warm_seconds: float, seconds: float, time_factor: float, num_replicas: int
+    model: Path,
+    folder: Path,
+    *,
+    repack: bool,
+    seed: int,
+    warm_seconds: float,
+    seconds: float,
+    time_factor: float,
+    num_replicas: int,
 ) -> dict[str, Any]:
     """One arm: start, let the first versions pass, measure."""
     flags: dict[str, object] = {
@@ -87,7 +97,7 @@ async def measure_arm(
         "token-scale": TOKEN_SCALE, "step-tokens": 16, "stream-interval": STREAM_TOKENS,
     }  # fmt: skip
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
-    config = settings(model, repack=repack, time_factor=time_factor, num_replicas=num_replicas)
+    config = settings(model, repack=repack, seed=seed, time_factor=time_factor, num_replicas=num_replicas)
     async with running_fleet(config, folder / run_id, run_id, flags) as fleet:
         assert fleet.host is not None
         await fleet.wait_full(num_replicas * GROUPS_EACH * GROUP_SIZE)
@@ -106,6 +116,7 @@ async def measure_arm(
         numbers = [replica.version.number for replica in fleet.replicas if replica.version is not None]
         return {
             "repack": repack,
+            "seed": seed,
             "tokens_per_second": (after["generated_tokens"] - before["generated_tokens"]) * TOKEN_SCALE / wall / time_factor,
             "kv_use": statistics.fmean(shares),
             "latency_mean_seconds": statistics.fmean(latencies.values()),
@@ -144,33 +155,30 @@ def plan_milliseconds(num_replicas: int = 1000) -> float:
     return statistics.median(times)
 
 
-def paired_latencies(arms: list[dict[str, Any]]) -> tuple[float, float, int]:
-    """Mean and maximum latency, on over off, of the trajectories that ended in every arm; and how many those are.
-
-    A trajectory's latency under a setting is its median over that setting's arms.
-    """
-    names = set.intersection(*(set(arm["latencies"]) for arm in arms))
-    on, off = (
-        [statistics.median(arm["latencies"][name] for arm in arms if arm["repack"] is repack) for name in names]
-        for repack in (True, False)
-    )
-    return statistics.fmean(on) / statistics.fmean(off), max(on) / max(off), len(names)
+def paired_latencies(off: dict[str, Any], on: dict[str, Any]) -> tuple[float, float, int]:
+    """Mean and maximum latency, on over off, of the trajectories that ended in both arms; and how many those are."""
+    names = off["latencies"].keys() & on["latencies"].keys()
+    before, after = ([arm["latencies"][name] for name in names] for arm in (off, on))
+    return statistics.fmean(after) / statistics.fmean(before), max(after) / max(before), len(names)
 
 
 def compare(arms: list[dict[str, Any]], moving: dict[str, Any], time_factor: float, num_replicas: int) -> dict[str, Any]:
-    """The last line: ratios of medians, and whether the bars hold."""
-
-    def median(name: str, repack: bool) -> float:
-        return statistics.median(float(arm[name]) for arm in arms if arm["repack"] is repack)
-
+    """The last line: means of the pairs' ratios, and whether the bars hold."""
+    pairs = [
+        tuple(next(arm for arm in arms if arm["seed"] == seed and arm["repack"] is repack) for repack in (False, True))
+        for seed in dict.fromkeys(arm["seed"] for arm in arms)
+    ]
     ratio = {
-        name: median(name, True) / median(name, False)
+        name: statistics.fmean(on[name] / off[name] for off, on in pairs)
         for name in ("tokens_per_second", "kv_use", "latency_mean_seconds", "latency_max_seconds")
     }
-    mean, maximum, num_paired = paired_latencies(arms)
+    found = [paired_latencies(off, on) for off, on in pairs]
+    mean, maximum = (statistics.fmean(pair[place] for pair in found) for place in (0, 1))
     plan = plan_milliseconds()
-    cpu = median("plan_cpu_seconds", True) + median("moved", True) * moving["move_cpu_milliseconds"] / 1000
-    own_share = cpu / median("wall_seconds", True)
+    own_share = statistics.fmean(
+        (on["plan_cpu_seconds"] + on["moved"] * moving["move_cpu_milliseconds"] / 1000) / on["wall_seconds"]
+        for _, on in pairs
+    )
     share = own_share / time_factor
     holds = (
         ratio["tokens_per_second"] >= BAR
@@ -182,7 +190,9 @@ def compare(arms: list[dict[str, Any]], moving: dict[str, Any], time_factor: flo
     return {
         "name": "repack", "value": round(ratio["tokens_per_second"], 3), "unit": "generated tokens/s, on over off",
         "bar": BAR, "holds": holds, "kv_use_ratio": round(ratio["kv_use"], 3),
-        "latency_mean_ratio": round(mean, 3), "latency_max_ratio": round(maximum, 3), "num_paired": num_paired,
+        "latency_mean_ratio": round(mean, 3), "latency_max_ratio": round(maximum, 3),
+        "num_paired": sum(pair[2] for pair in found),
+        "latency_max_ratio_of_each_pair": [round(pair[1], 3) for pair in found],
         "latency_mean_ratio_unpaired": round(ratio["latency_mean_seconds"], 3),
         "latency_max_ratio_unpaired": round(ratio["latency_max_seconds"], 3),
         "plan_and_move_cpu_share": share, "plan_and_move_cpu_share_of_this_machines_wall": own_share, "moving": moving,
@@ -202,28 +212,28 @@ def told(arm: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Does repack pay?")
-    parser.add_argument("--quick", action="store_true", help="one arm each, within four minutes")
+    parser.add_argument("--quick", action="store_true", help="two short pairs instead of three, within five minutes")
     parser.add_argument(
         "--time-factor", type=float, default=TIME_FACTOR, help="lower for a busy machine, with more --seconds"
     )
     parser.add_argument("--seconds", type=float, help="of one arm")
     parser.add_argument("--replicas", type=int, default=NUM_REPLICAS, help="fewer for a busy machine")
     flags = parser.parse_args()
-    order, warm, seconds = (
-        ((False, True), 4.0, 75.0) if flags.quick else ((False, True, True, False, False, True), 10.0, 100.0)
-    )
+    order = [(False, 7), (True, 7), (True, 8), (False, 8), (False, 9), (True, 9)]
+    order, warm, seconds = (order[:4], 4.0, 60.0) if flags.quick else (order, 10.0, 100.0)
     seconds, pace = flags.seconds or seconds, flags.time_factor
     arms = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         model.mkdir()
         make_model(model)
-        for repack in order:
+        for repack, seed in order:
             arm = asyncio.run(
                 measure_arm(
                     model,
                     Path(folder),
                     repack=repack,
+                    seed=seed,
                     warm_seconds=warm,
                     seconds=seconds,
                     time_factor=pace,
