@@ -236,7 +236,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "system/host_memory_bytes",
         "bytes",
-        "resident memory of all processes of the run on the driver's machine, shared pages counted once",
+        "resident memory of all processes of the run on the driver's machine, without mapped files and shared memory",
     ),
     Metric("system/shared_memory_bytes", "bytes", "weight versions in the shared memory of the driver's machine"),
     Metric("system/cpu_ratio", "share", "of the driver's cores, what the run's processes used in the last two seconds"),
