@@ -107,7 +107,7 @@ def test_a_role_of_a_living_run_is_silent_once_it_has_missed_ten_reports(folder)
     state = source.state()
     assert {name: role["is_silent"] for name, role in state["roles"].items()} == {"rollout-0": False, "rollout-1": True}
     (alert,) = (alert for alert in state["alerts"] if alert["name"] == "role_silent")
-    assert alert["text"].startswith("rollout-1 has been silent for 5 s")
+    assert alert["text"].startswith("rollout-1 has been silent")
 
 
 def test_a_worker_that_was_scaled_away_is_shown_no_more_while_the_run_lives(folder):
