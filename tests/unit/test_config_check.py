@@ -120,6 +120,7 @@ def test_the_defaults_are_right_without_a_word(folder):
         ),
         ("trainer.deepspeed.offload_optimizer = true", "set the stage to 1, 2 or 3, or the former to false"),
         ('rollout.engine.kind = "sglan"', "`rollout.engine.kind` is 'sglan': did you mean sglang?"),
+        ('rollout.engine.kind = "my:Engine"', "`rollout.engine.kind` is 'my:Engine': the names are torch, emulated, sglang"),
         ('experience.sampler = "lifo"', "`experience.sampler` is 'lifo': did you mean fifo?"),
         (
             'experience.redis_url = "localhost:6379"',
