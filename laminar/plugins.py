@@ -138,5 +138,6 @@ def _complaint(found: Mapping[str, Any], model: type[Section], where: str) -> st
         known = f"the options are {', '.join(names)}" if names else "remove it"
         return f"unknown key `{where}{path}`: {nearest(str(location[-1]), names)}{known}"
     if found["type"] == "missing":
-        return f"`{where}{path}` is missing"
+        described = model.model_fields[location[0]].description if len(location) == 1 else None
+        return f"`{where}{path}` is missing" + (f": {' '.join(described.split()).rstrip('.')}" if described else "")
     return f"`{where}{path}` is {found['input']!r}: {found['msg']}"

@@ -28,8 +28,11 @@ def logs(
     """Show the last lines of a run's logs."""
     files = find_logs(RunFolder.open(run), role)
     ends = {file: file.stat().st_size for file in files}
-    for name, line in last_lines(files, lines):
+    shown = last_lines(files, lines)
+    for name, line in shown:
         typer.echo(line if role else f"{name:>12}  {line}")
+    if not shown:
+        typer.echo(f"{role or 'every role'} has written nothing so far", err=True)
     while follow:
         time.sleep(FOLLOW_SECONDS)
         for file in files:

@@ -171,7 +171,8 @@ def test_unbiased_combinations_pass_without_a_word(folder, text):
     [
         ("", "`rewards` is empty"),
         ('[[rewards]]\nkind = "exact"', "`rewards[0].kind` is 'exact': did you mean exact_match?"),
-        ('[[rewards]]\nkind = "regex"', "`rewards[0].options.pattern` is missing"),
+        ('[[rewards]]\nkind = "regex"', "`rewards[0].options.pattern` is missing: "),
+        ('environment.kind = "tools"', "`environment.options.tools` is missing: What may be called: `calculate`"),
         (
             '[[rewards]]\nkind = "regex"\noptions = {patern = "a"}',
             "unknown key `rewards[0].options.patern`: did you mean pattern",
