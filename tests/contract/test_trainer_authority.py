@@ -188,7 +188,9 @@ async def test_a_run_ends_with_the_step_that_reaches_its_limit_and_saves_it(trai
     assert session.saved_step == end[1]
 
 
-@pytest.mark.parametrize("lost_bytes", [0, 500, 5000], ids=["nothing_lost", "some_lost", "more_lost"])
+@pytest.mark.parametrize(
+    "lost_bytes", [0, pytest.param(500, marks=pytest.mark.slow), 5000], ids=["nothing_lost", "some_lost", "more_lost"]
+)
 async def test_a_server_that_is_restarted_while_a_step_trains(train_through, server, tmp_path, lost_bytes, reboot):
     def during(step):
         if step == 3:
