@@ -300,11 +300,12 @@ def test_the_recipes_for_gpus_pass_on_a_machine_without_any(recipe, monkeypatch)
     assert all("not here" in note or "`rollout.max_in_flight_groups` lets" in note for note in notes)
 
 
-def test_checking_needs_no_torch(folder):
+def test_checking_and_explaining_need_no_heavy_library(folder):
     file = write(folder, "")
     code = (
-        "import sys; from pathlib import Path; from laminar.cli.check import check; check(Path(sys.argv[1]), []);"
-        "assert not {'torch', 'transformers', 'deepspeed', 'ray'} & sys.modules.keys()"
+        "import sys; from pathlib import Path; from laminar.cli.check import check; import laminar.config.explain;"
+        "check(Path(sys.argv[1]), []);"
+        "assert not {'torch', 'transformers', 'deepspeed', 'ray', 'datasets'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
