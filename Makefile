@@ -11,6 +11,8 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 # One thread a process: two busy processes with two threads each are many times slower than with one.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
+# Compiled once, also where images say otherwise: the tests start hundreds of processes of the same modules.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup sglang sglang-cpu demo test test-fast test-slow test-sglang test-browser screenshots lint clean
 

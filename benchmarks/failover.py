@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.emulated_fleet import Fleet, running_fleet
+from benchmarks.paper_fleet import MAX_NEW_TOKENS, TOKEN_SCALE, engine_flags, fleet_settings
 from laminar.config.root import LaminarConfig
 from laminar.errors import EngineError
 from laminar.simulate.timings import load_lengths
@@ -39,44 +40,25 @@ from rollout.engines.process import EngineProcess
 from rollout.generation import Generation, Generator, OnSegment
 from rollout.tiny import make_model
 
-NUM_REPLICAS, GROUP_SIZE, GROUPS_EACH = 8, 4, 6
-TIME_FACTOR, TOKEN_SCALE, STREAM_TOKENS = 8.0, 32, 8
-MAX_NEW_TOKENS = 20_000 // TOKEN_SCALE
+NUM_REPLICAS, GROUPS_EACH = 8, 6
+TIME_FACTOR, STREAM_TOKENS = 8.0, 8
+STEP_SECONDS = 8.0
 PAUSE_SECONDS = 0.8
 RECOVERY_BAR = 0.9
 
 
 def settings(model: Path) -> LaminarConfig:
-    """The run; lengths in emulated tokens, times in seconds of this machine."""
-    return LaminarConfig.model_validate(
-        {
-            "run": {"max_steps": 10_000, "seed": 11, "max_restarts": 10_000},
-            "model": {"path": str(model)},
-            "data": {"path": "-", "max_prompt_tokens": 16},
-            "rewards": [{"kind": "benchmarks.emulated_fleet:one"}],
-            "rollout": {
-                "num_workers": NUM_REPLICAS,
-                "group_size": GROUP_SIZE,
-                "max_new_tokens": MAX_NEW_TOKENS,
-                "max_in_flight_groups": GROUPS_EACH,
-                "weight_update": "trajectory",
-                "max_hold_seconds": 1000,
-                "engine": {
-                    "kind": "emulated",
-                    "max_running": 256,
-                    "max_cached_tokens": 110_000 // TOKEN_SCALE,
-                    "options": {
-                        "latency": "32B_TP4", "lengths": "32B_math", "time-factor": TIME_FACTOR,
-                        "token-scale": TOKEN_SCALE, "step-tokens": 64, "stream-interval": STREAM_TOKENS,
-                    },
-                },
-                "repack": {"interval_seconds": 5.0 / TIME_FACTOR, "headroom_tokens": 512 // TOKEN_SCALE},
-            },
-            "trainer": {"kind": "emulated", "prompts_per_step": 48, "emulated": {"step_seconds": [1.0]}},
-            "staleness": {"max_staleness": "unbounded"},
-            "checkpoint": {"every_steps": 10_000},
-        }
-    )  # fmt: skip
+    """The run; each worker starts its engine, a process of its own."""
+    return fleet_settings(
+        model,
+        time_factor=TIME_FACTOR,
+        num_replicas=NUM_REPLICAS,
+        groups_each=GROUPS_EACH,
+        prompts_per_step=48,
+        step_seconds=STEP_SECONDS,
+        engine_options=engine_flags(time_factor=TIME_FACTOR, step_tokens=64, stream_tokens=STREAM_TOKENS),
+        run={"seed": 11, "max_restarts": 10_000},
+    )
 
 
 class Listening:

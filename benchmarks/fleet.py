@@ -24,51 +24,32 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.emulated_fleet import cpu_by_role, running_fleet
+from benchmarks.paper_fleet import GROUP_SIZE, TOKEN_SCALE, engine_flags, fleet_settings
 from laminar.config.root import LaminarConfig
 from rollout.tiny import make_model
 
-TIME_FACTOR, TOKEN_SCALE, STREAM_TOKENS = 4.0, 32, 16
-GROUP_SIZE, GROUPS_EACH = 4, 8
+TIME_FACTOR, STREAM_TOKENS = 4.0, 16
+GROUPS_EACH = 8
 STEP_SECONDS, PROMPTS_PER_STEP = 40.0, 16
 BAR = 0.9
 LOOK_SECONDS = 0.25
 
 
 def settings(model: Path, num_replicas: int) -> LaminarConfig:
-    """The run; lengths in emulated tokens, times in seconds of this machine."""
-    return LaminarConfig.model_validate(
-        {
-            "run": {"max_steps": 10_000, "seed": 7},
-            "model": {"path": str(model)},
-            "data": {"path": "-", "max_prompt_tokens": 16},
-            "rewards": [{"kind": "benchmarks.emulated_fleet:one"}],
-            "rollout": {
-                "num_workers": num_replicas,
-                "group_size": GROUP_SIZE,
-                "max_new_tokens": 20_000 // TOKEN_SCALE,
-                "max_in_flight_groups": GROUPS_EACH,
-                "weight_update": "trajectory",
-                "max_hold_seconds": 1000,
-                "engine": {"kind": "emulated", "max_running": 256, "max_cached_tokens": 110_000 // TOKEN_SCALE},
-                "repack": {"interval_seconds": 5.0 / TIME_FACTOR, "headroom_tokens": 512 // TOKEN_SCALE},
-            },
-            "trainer": {
-                "kind": "emulated",
-                "prompts_per_step": PROMPTS_PER_STEP,
-                "emulated": {"step_seconds": [STEP_SECONDS / TIME_FACTOR]},
-            },
-            "staleness": {"max_staleness": "unbounded"},
-            "checkpoint": {"every_steps": 10_000},
-        }
+    """The run."""
+    return fleet_settings(
+        model,
+        time_factor=TIME_FACTOR,
+        num_replicas=num_replicas,
+        groups_each=GROUPS_EACH,
+        prompts_per_step=PROMPTS_PER_STEP,
+        step_seconds=STEP_SECONDS,
     )
 
 
 async def measure_arm(model: Path, folder: Path, num_replicas: int, warm_seconds: float, seconds: float) -> dict[str, Any]:
     """One fleet: start, let the first answers pass, measure."""
-    flags: dict[str, object] = {
-        "latency": "32B_TP4", "lengths": "32B_math", "time-factor": TIME_FACTOR,
-        "token-scale": TOKEN_SCALE, "step-tokens": 64, "stream-interval": STREAM_TOKENS,
-    }  # fmt: skip
+    flags = engine_flags(time_factor=TIME_FACTOR, step_tokens=64, stream_tokens=STREAM_TOKENS)
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     with cpu_by_role() as spent:
         async with running_fleet(settings(model, num_replicas), folder / run_id, run_id, flags) as fleet:

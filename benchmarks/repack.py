@@ -30,13 +30,14 @@ from typing import Any
 
 from benchmarks.emulated_fleet import cpu_seconds, running_fleet
 from benchmarks.move_cost import measure_moves
+from benchmarks.paper_fleet import GROUP_SIZE, TOKEN_SCALE, engine_flags, fleet_settings
 from laminar.config.root import LaminarConfig
 from laminar.policies.repack import RepackLimits, ReplicaLoad, plan_repack
 from laminar.types import WeightVersion
 from rollout.tiny import make_model
 
-NUM_REPLICAS, GROUP_SIZE, GROUPS_EACH = 16, 4, 12
-TIME_FACTOR, TOKEN_SCALE, STREAM_TOKENS = 6.0, 32, 8
+NUM_REPLICAS, GROUPS_EACH = 16, 12
+TIME_FACTOR, STREAM_TOKENS = 6.0, 8
 CAPACITY_TOKENS = 80_000
 """So small that caches are half full without repack (the paper's: 0.72); then they bound what can be moved where."""
 PROMPTS_PER_REPLICA = 6
@@ -48,35 +49,18 @@ PLAN_BAR_MILLISECONDS = 50
 
 
 def settings(model: Path, *, repack: bool, seed: int, time_factor: float, num_replicas: int) -> LaminarConfig:
-    """The run; lengths in emulated tokens, times in seconds of this machine."""
-    return LaminarConfig.model_validate(
-        {
-            "run": {"max_steps": 10_000, "seed": seed},
-            "model": {"path": str(model)},
-            "data": {"path": "-", "max_prompt_tokens": 16},
-            "rewards": [{"kind": "benchmarks.emulated_fleet:one"}],
-            "rollout": {
-                "num_workers": num_replicas,
-                "group_size": GROUP_SIZE,
-                "max_new_tokens": 20_000 // TOKEN_SCALE,
-                "max_in_flight_groups": GROUPS_EACH,
-                "weight_update": "trajectory",
-                "max_hold_seconds": 1000,
-                "engine": {
-                    "kind": "emulated",
-                    "max_running": GROUP_SIZE * GROUPS_EACH,  # a destination's steps are no slower than a full replica's
-                    "max_cached_tokens": CAPACITY_TOKENS // TOKEN_SCALE,
-                },
-                "repack": {"enabled": repack, "interval_seconds": 5.0 / time_factor, "headroom_tokens": 512 // TOKEN_SCALE},
-            },
-            "trainer": {
-                "kind": "emulated",
-                "prompts_per_step": PROMPTS_PER_REPLICA * num_replicas,
-                "emulated": {"step_seconds": [STEP_SECONDS / time_factor]},
-            },
-            "staleness": {"max_staleness": "unbounded"},
-            "checkpoint": {"every_steps": 10_000},
-        }
+    """The run."""
+    return fleet_settings(
+        model,
+        time_factor=time_factor,
+        num_replicas=num_replicas,
+        groups_each=GROUPS_EACH,
+        prompts_per_step=PROMPTS_PER_REPLICA * num_replicas,
+        step_seconds=STEP_SECONDS,
+        max_running=GROUP_SIZE * GROUPS_EACH,  # a destination's steps are no slower than a full replica's
+        capacity_tokens=CAPACITY_TOKENS,
+        repack=repack,
+        run={"seed": seed},
     )
 
 
@@ -92,10 +76,7 @@ async def measure_arm(
     num_replicas: int,
 ) -> dict[str, Any]:
     """One arm: start, let the first versions pass, measure."""
-    flags: dict[str, object] = {
-        "latency": "32B_TP4", "lengths": "32B_math", "time-factor": time_factor,
-        "token-scale": TOKEN_SCALE, "step-tokens": 16, "stream-interval": STREAM_TOKENS,
-    }  # fmt: skip
+    flags = engine_flags(time_factor=time_factor, step_tokens=16, stream_tokens=STREAM_TOKENS)
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     config = settings(model, repack=repack, seed=seed, time_factor=time_factor, num_replicas=num_replicas)
     async with running_fleet(config, folder / run_id, run_id, flags) as fleet:

@@ -44,7 +44,7 @@ def import_path(kind: str, table: Mapping[str, str], where: str = "kind") -> str
     if kind in table:
         return table[kind]
     raise ConfigError(
-        f"`{where}` is {kind!r}: {_nearest(kind, table)}the names are {', '.join(table)}; "
+        f"`{where}` is {kind!r}: {nearest(kind, table)}the names are {', '.join(table)}; "
         'your own goes by "package.module:Attr"'
     )
 
@@ -62,7 +62,7 @@ def load_attribute(path: str, where: str = "kind") -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in dir(found) if not name.startswith("_")]
-            raise ConfigError(f"`{where}` is {path!r}: {_nearest(part, public)}{module_name} has no {attribute}")
+            raise ConfigError(f"`{where}` is {path!r}: {nearest(part, public)}{module_name} has no {attribute}")
         found = getattr(found, part)
     return found
 
@@ -124,7 +124,8 @@ def _import_module(name: str, path: str, where: str) -> Any:
         raise ConfigError(f"`{where}` is {path!r}: {name} cannot be imported: {error}") from error
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question that ends with a space, for an error about an unknown name; empty if no name is near."""
     near = difflib.get_close_matches(name, list(names), n=_MOST_NAMES)
     return f"did you mean {' or '.join(near)}? " if near else ""
 
@@ -135,7 +136,8 @@ def _complaint(found: Mapping[str, Any], model: type[Section], where: str) -> st
     if found["type"] == "extra_forbidden":
         names = list(model.model_fields) if len(location) == 1 else []
         known = f"the options are {', '.join(names)}" if names else "remove it"
-        return f"unknown key `{where}{path}`: {_nearest(str(location[-1]), names)}{known}"
+        return f"unknown key `{where}{path}`: {nearest(str(location[-1]), names)}{known}"
     if found["type"] == "missing":
-        return f"`{where}{path}` is missing"
+        described = model.model_fields[location[0]].description if len(location) == 1 else None
+        return f"`{where}{path}` is missing" + (f": {' '.join(described.split()).rstrip('.')}" if described else "")
     return f"`{where}{path}` is {found['input']!r}: {found['msg']}"

@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from laminar.errors import ConfigError
+from laminar.whole_file import replace_file
 
 FORMAT_VERSION = 1
+OWNER_ONLY = 0o600
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class RunFolder:
         Raises:
             ConfigError: another life holds the lock.
         """
-        descriptor = os.open(self.path / "life.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(self.path / "life.lock", os.O_RDWR | os.O_CREAT, OWNER_ONLY)
         deadline = time.monotonic() + seconds
         while not _try_lock(descriptor):
             if time.monotonic() > deadline:
@@ -132,24 +134,16 @@ class RunFolder:
 
     def write_state(self, state: RunState) -> RunState:
         """Replace the state in one rename."""
-        _replace(self._state, json.dumps(asdict(state)))
+        replace_file(self._state, json.dumps(asdict(state)), mode=OWNER_ONLY)
         return state
 
     def write_config(self, text: str) -> None:
         """Replace the settings in one rename: who reads them meanwhile, or after a kill, finds the old ones or the new."""
-        _replace(self.config, text)
+        replace_file(self.config, text, mode=OWNER_ONLY)
 
     def update_state(self, **changes: object) -> RunState:
         """Change some fields."""
         return self.write_state(replace(self.read_state(), **changes))  # type: ignore[arg-type]
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file, for its owner only, in one rename."""
-    temporary = path.with_suffix(".tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    os.replace(temporary, path)
 
 
 def _try_lock(descriptor: int) -> bool:

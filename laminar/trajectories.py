@@ -8,12 +8,13 @@ Invariants: a file is only ever appended to, or deleted whole; a torn last membe
 """
 
 import json
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from laminar.whole_file import replace_file
 
 FORMAT_VERSION = 1
 STEPS = "steps.jsonl"
@@ -184,6 +185,4 @@ def append_step(folder: Path, step: int, group_ids: Sequence[str], max_bytes: in
         size = file.tell()
     if size > max_bytes:
         lines = path.read_bytes().splitlines(keepends=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(b"".join(lines[len(lines) // 2 :]))
-        os.replace(temporary, path)
+        replace_file(path, b"".join(lines[len(lines) // 2 :]))

@@ -1,6 +1,7 @@
 """Fixtures that several test files share: one bundled Valkey server a session, one run's keys a test."""
 
 import dataclasses
+import gc
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,17 @@ from laminar.types import (
     sampled,
     trajectory_id,
 )
+
+
+def pytest_collection() -> None:
+    """Importing torch and its like makes millions of objects and no garbage; to look for some takes a fifth of the time."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays, so nobody looks through it again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

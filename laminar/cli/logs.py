@@ -15,6 +15,8 @@ from laminar.run_folder import RunFolder
 
 FOLLOW_SECONDS = 0.3
 STAMP_LENGTH = len("2026-01-01 00:00:00,000")
+MAX_LOOK_BACK_LINES = 1000
+"""So far above the lines that are shown the stamp of an endless traceback is looked for."""
 
 
 def logs(
@@ -26,8 +28,11 @@ def logs(
     """Show the last lines of a run's logs."""
     files = find_logs(RunFolder.open(run), role)
     ends = {file: file.stat().st_size for file in files}
-    for name, line in last_lines(files, lines):
+    shown = last_lines(files, lines)
+    for name, line in shown:
         typer.echo(line if role else f"{name:>12}  {line}")
+    if not shown:
+        typer.echo(f"{role or 'every role'} has written nothing so far", err=True)
     while follow:
         time.sleep(FOLLOW_SECONDS)
         for file in files:
@@ -60,12 +65,30 @@ def last_lines(files: list[Path], count: int) -> list[tuple[str, str]]:
 
 
 def _stamped(file: Path, count: int) -> Iterator[tuple[str, str, int, str]]:
-    """The file's last lines as (stamp, role, place, line); a rotated file goes on with the one before it."""
-    stamp = ""
-    for place, line in enumerate(tail(file, count)):
-        if line[:2] == "20" and line[STAMP_LENGTH : STAMP_LENGTH + 1] == " ":
-            stamp = line[:STAMP_LENGTH]
-        yield stamp, file.stem, place, line
+    """The file's last lines as (stamp, role, place, line).
+
+    What comes before the first stamp has that one; a file without any is as old as its last change.
+    """
+    found = tail(file, count)
+    if found and not stamp_of(found[0]):
+        found = tail(file, count + MAX_LOOK_BACK_LINES)
+    stamp = next(filter(None, map(stamp_of, found)), "") or changed_at(file)
+    for place, line in enumerate(found):
+        stamp = stamp_of(line) or stamp
+        if place >= len(found) - count:
+            yield stamp, file.stem, place, line
+
+
+def stamp_of(line: str) -> str:
+    """The time that a line begins with; empty if it goes on with the line before it."""
+    is_stamped = line[:2] == "20" and line[STAMP_LENGTH : STAMP_LENGTH + 1] == " "
+    return line[:STAMP_LENGTH] if is_stamped else ""
+
+
+def changed_at(file: Path) -> str:
+    """When the file last changed, as a stamp."""
+    seconds = file.stat().st_mtime
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(seconds))},{int(seconds % 1 * 1000):03d}"
 
 
 def tail(file: Path, count: int, block_bytes: int = 1 << 16) -> list[str]:

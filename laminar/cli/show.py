@@ -39,7 +39,7 @@ def show(
     if record is None:
         raise ConfigError(
             f"run {folder.path.name} keeps no trajectory {trajectory!r} ({len(records.summaries())} are kept; "
-            "metrics.trajectory_rate says what share of groups is)"
+            "metrics.trajectory_rate says what share of groups is kept)"
         )
     if as_json:
         typer.echo(json.dumps(record))
@@ -54,6 +54,11 @@ def _show_list(folder: RunFolder, kept: list[Summary], order: str, num_lines: in
         raise ConfigError(f"--order {order}: {error.errors()[0]['msg']}") from error
     if as_json:
         typer.echo(json.dumps([asdict(summary) for summary in found]))
+        return
+    if not kept:
+        typer.echo(
+            f"run {folder.path.name} keeps no trajectories; metrics.trajectory_rate says what share of groups is kept"
+        )
         return
     table = Table(box=None, pad_edge=False)
     for name in ("id", "reward", "tokens", "versions", "step", "staleness", "end", "answer"):

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from laminar.dashboard.alerts import SILENT_SECONDS
 from laminar.dashboard.source import RunSource
 from laminar.run_folder import RunFolder
 
@@ -79,9 +78,7 @@ async def _from_run(source: RunSource) -> dict[str, Any]:
         return {"data module": f"not reachable: {trouble or 'it is not up yet'}"}
     snapshot, state = view.snapshot, source.state()
     roles = {
-        name: f"silent for {role['silent_seconds']:.0f} s"
-        if (role["silent_seconds"] or 0.0) > SILENT_SECONDS
-        else role["state"]
+        name: f"silent for {role['silent_seconds']:.0f} s" if role["is_silent"] else role["state"]
         for name, role in state["roles"].items()
     }
     return {

@@ -40,6 +40,7 @@ class ControlDesk:
         telemetry: told of everything that was done.
         say: for the user.
         since: Unix seconds at which this life of the run began; what was asked of an earlier one is not for this one.
+        poll_seconds: between two looks for a request.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class ControlDesk:
         telemetry: TelemetryWriter,
         say: Callable[[str], None],
         since: float = 0.0,
+        poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        self._since = since
+        self._since, self._poll_seconds = since, poll_seconds
         self._client, self._run_id, self._token, self._actions = client, run_id, token, actions
         self._telemetry, self._say = telemetry, say
         self._seen: deque[str] = deque(maxlen=MAX_REMEMBERED)
@@ -71,7 +73,7 @@ class ControlDesk:
                     continue
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.info("control: the data module is away: %s", error)
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(self._poll_seconds)
 
     async def _serve(self, packed: bytes) -> None:
         try:

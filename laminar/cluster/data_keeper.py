@@ -35,6 +35,7 @@ class DataKeeper:
         client: of the server; survives its restarts, for the URL stays.
         restarts: counted here.
         say: for the user.
+        check_seconds: how often our server is looked after; ten times as long lies between two looks at what it holds.
 
     Attributes:
         config: what is put back; replaced when a setting of the living run changes.
@@ -51,10 +52,11 @@ class DataKeeper:
         restarts: Counter[str],
         telemetry: TelemetryWriter,
         say: Callable[[str], None],
+        check_seconds: float = CHECK_SECONDS,
     ) -> None:
         self._server, self._client, self._data, self._run_id = server, client, data, run_id
         self.config, self.is_paused = config, False
-        self._restarts, self._telemetry, self._say = restarts, telemetry, say
+        self._restarts, self._telemetry, self._say, self._check_seconds = restarts, telemetry, say, check_seconds
 
     async def run(self) -> None:
         """Keep the server until cancelled.
@@ -74,7 +76,7 @@ class DataKeeper:
                 logger.warning("the server has forgotten the run; putting its settings and prompts back")
                 await self._data.put_into_pool(self._client, self._run_id, self.config, is_paused=self.is_paused)
             checks += 1
-            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.sleep(self._check_seconds)
 
     async def _restart(self, server: EmbeddedServer) -> None:
         self._restarts[ROLE] += 1

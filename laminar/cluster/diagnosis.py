@@ -19,12 +19,11 @@ from laminar.experience.answers import Snapshot
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.store import ExperienceStore
 from laminar.run_folder import RunFolder
+from laminar.telemetry.clock import SILENT_SECONDS
 from laminar.telemetry.view import RunView
 from laminar.types import GroupState
 
 STACK_SECONDS = 10.0
-SILENT_SECONDS = 10.0
-"""Roles report twice a second."""
 SNAPSHOT_SECONDS = 5.0
 MAX_GROUPS, MAX_LINES = 10, 15
 STAMP_LENGTH = len("2026-01-01 00:00:00,000")

@@ -14,15 +14,15 @@ from typing import Any
 from laminar.config.root import LaminarConfig
 from laminar.config.section import Section
 from laminar.errors import ConfigError
-from laminar.plugins import import_path, load_attribute, resolve, validate_options
+from laminar.plugins import import_path, load_attribute, nearest, resolve, validate_options
 from laminar.policies.samplers import SAMPLERS
 
 ENVIRONMENTS = "rollout.environments:ENVIRONMENTS"
 REWARDS = "rollout.rewards:REWARDS"
 ALGORITHMS = "trainer.algorithms:ALGORITHM_OPTIONS"
 TRANSPORTS = "relay.transports.base:TRANSPORTS"
-ENGINES: Mapping[str, str] = {"torch": "", "emulated": "", "sglang": ""}
-"""Known engines; they take no options model (`rollout.engine.options` are flags of their command line)."""
+ENGINES = ("torch", "emulated", "sglang")
+"""All engines; they take no options model (`rollout.engine.options` are flags of their command line)."""
 
 
 def plugin_faults(config: LaminarConfig) -> Iterator[str]:
@@ -33,7 +33,8 @@ def plugin_faults(config: LaminarConfig) -> Iterator[str]:
         yield from _faults_of(f"rewards[{index}]", reward.kind, load_attribute(REWARDS), reward.options)
     yield from _faults_of("trainer.algorithm", algorithm.kind, load_attribute(ALGORITHMS), algorithm.options)
     yield from _fault_in(resolve, config.experience.sampler, SAMPLERS, "experience.sampler")
-    yield from _fault_in(import_path, config.rollout.engine.kind, ENGINES, "rollout.engine.kind")
+    if (kind := config.rollout.engine.kind) not in ENGINES:
+        yield f"`rollout.engine.kind` is {kind!r}: {nearest(kind, ENGINES)}the names are {', '.join(ENGINES)}"
     yield from _fault_in(import_path, config.relay.transport, load_attribute(TRANSPORTS), "relay.transport")
     yield from _reward_faults(config)
     yield from _sink_faults(config)

@@ -26,8 +26,7 @@ class EngineConfig(Section):
     """`[rollout.engine]`: the server that generates, one a worker."""
 
     kind: str = "torch"
-    """`torch` (CPU, small), `sglang`, `emulated` (no model: a large engine's pace on a share of a core), or
-    `"package.module:Attr"`."""
+    """`torch` (CPU, small), `sglang`, or `emulated` (no model: a large engine's pace on a share of a core)."""
     python: str = ""
     """Interpreter that starts the engine; empty: the run's own. SGLang lives in an environment of its own."""
     max_running: int = Field(64, ge=1)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-SILENT_SECONDS = 5.0
-"""A role that says nothing for so long counts as gone: it reports twice a second."""
+from laminar.telemetry.clock import SILENT_SECONDS
+
 MAX_MISMATCH_KL = 0.05
 MAX_FAILED_RATIO = 0.1
 MAX_TRUNCATED_RATIO = 0.5

@@ -20,6 +20,7 @@ from laminar.dashboard.history import History
 from laminar.dashboard.live import LiveFeed, describe_buffer
 from laminar.dashboard.prometheus import Sample, render_metrics
 from laminar.run_folder import RunFolder
+from laminar.telemetry.clock import SILENT_SECONDS
 from laminar.trajectories import TrajectoryFolder
 
 RECENT_STEPS = 20
@@ -100,6 +101,7 @@ class RunSource:
                 name: {
                     "state": role.state,
                     "silent_seconds": silent[name],
+                    "is_silent": (silent[name] or 0.0) > SILENT_SECONDS,
                     "metrics": role.metrics,
                     "shares": view.shares(name, WINDOW_SECONDS),
                 }

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from laminar.telemetry.stream import TelemetryWriter
 
 REPORT_SECONDS = 0.5
+SILENT_SECONDS = 10 * REPORT_SECONDS
+"""A role that has not reported for longer counts as silent: it hangs, is stopped or is gone."""
 MAX_SPANS = 60
 """Spans kept between two reports; beyond that neighbours are joined, for drawing only: totals stay exact."""
 

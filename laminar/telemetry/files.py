@@ -6,11 +6,11 @@ two lines, whoever reads the events again.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from laminar.telemetry.stream import order_of
+from laminar.whole_file import replace_file
 
 FORMAT_VERSION = 1
 
@@ -32,9 +32,7 @@ class MetricsFile:
         if not self.path.exists():
             return
         kept = [json.dumps(line) for line in read_lines(self.path) if line.get("step", 0) <= step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, self.path)
+        replace_file(self.path, "".join(line + "\n" for line in kept))
         self.last_step, last_event = self._find_last()
         self.last_event = max(self.last_event, last_event)
 

@@ -67,9 +67,16 @@ def trained_staleness(batch, step, bound):
     return [step - 1 - int(number) for found in numbers for number in found]
 
 
-@pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("policy", ["wait", "drop", "mask"])
-@pytest.mark.parametrize("sampler", ["fifo", "freshest_first"])
+@pytest.mark.parametrize(
+    ("sampler", "group_size"),
+    [
+        ("fifo", 1),
+        ("freshest_first", 3),
+        pytest.param("fifo", 3, marks=pytest.mark.slow),
+        pytest.param("freshest_first", 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
 async def test_no_trained_token_is_staler_than_the_bound(make_run, trajectory_maker, bound, sampler, policy, group_size):
     run = await make_run(max_staleness=bound, group_size=group_size, prompts_per_step=2, exempt=policy == "mask")

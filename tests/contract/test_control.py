@@ -38,7 +38,8 @@ async def desk(redis_client, run_id):
         return "done it"
 
     telemetry = TelemetryWriter(redis_client, run_id, "supervisor")
-    served = ControlDesk(redis_client, run_id, TOKEN, dict.fromkeys(Verb, note), telemetry, lambda text: None)
+    actions = dict.fromkeys(Verb, note)
+    served = ControlDesk(redis_client, run_id, TOKEN, actions, telemetry, lambda text: None, poll_seconds=0.005)
     task = asyncio.create_task(served.run())
     yield done
     task.cancel()

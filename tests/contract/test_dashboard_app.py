@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 
 import pytest
 
@@ -94,7 +95,19 @@ async def test_the_state_of_a_finished_run_is_answered_from_its_folder(ask):
     assert status == 200
     assert (state["run"]["status"], state["run"]["is_alive"], state["step"]) == ("finished", False, 3)
     assert state["latest"]["train/loss"] == pytest.approx(0.5 / 3)
-    assert state["roles"]["trainer-0"]["silent_seconds"] is None
+    assert (state["roles"]["trainer-0"]["silent_seconds"], state["roles"]["trainer-0"]["is_silent"]) == (None, False)
+
+
+def test_a_role_of_a_living_run_is_silent_once_it_has_missed_ten_reports(folder):
+    source = RunSource(folder)
+    source.feed.is_alive = True
+    now = time.time()
+    for role, heard_at in (("rollout-0", now + 60.0), ("rollout-1", now - 5.1)):
+        source.feed.view.apply(Event(role, "worker", heard_at, {}, {}))
+    state = source.state()
+    assert {name: role["is_silent"] for name, role in state["roles"].items()} == {"rollout-0": False, "rollout-1": True}
+    (alert,) = (alert for alert in state["alerts"] if alert["name"] == "role_silent")
+    assert alert["text"].startswith("rollout-1 has been silent")
 
 
 def test_a_worker_that_was_scaled_away_is_shown_no_more_while_the_run_lives(folder):

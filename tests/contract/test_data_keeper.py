@@ -26,7 +26,7 @@ def keep(client):
         )
         data, restarts, said = RunData([Prompt(str(i), "p") for i in range(7)], []), Counter(), []
         telemetry = TelemetryWriter(client, "r", "supervisor")
-        keeper = DataKeeper(server, client, data, "r", config, restarts, telemetry, said.append)
+        keeper = DataKeeper(server, client, data, "r", config, restarts, telemetry, said.append, check_seconds=0.005)
         task = asyncio.create_task(keeper.run())
         try:
             async with asyncio.timeout(60):

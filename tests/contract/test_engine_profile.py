@@ -304,7 +304,7 @@ async def test_live_requests_survive_a_swap_with_one_change_of_version(shared, c
     swapping = shared.client(swap=mode)
     started = asyncio.Event()
     tasks = [
-        asyncio.create_task(swapping.generate(PROMPT + i, never_ending(200), new_id(), lambda *_: started.set()))
+        asyncio.create_task(swapping.generate(PROMPT + i, never_ending(120), new_id(), lambda *_: started.set()))
         for i in range(16)
     ]
     await asyncio.wait_for(started.wait(), 20)
@@ -320,7 +320,7 @@ async def test_live_requests_survive_a_swap_with_one_change_of_version(shared, c
     for answer in changed:
         assert [segment.version for segment in answer.segments] == [V0, V1]
         assert [segment.masked_head_tokens for segment in answer.segments] == [0, masked]
-    assert all(answer.num_tokens == 200 for answer in answers if answer.finish_reason is FinishReason.LENGTH)
+    assert all(answer.num_tokens == 120 for answer in answers if answer.finish_reason is FinishReason.LENGTH)
 
 
 async def test_an_interrupted_answer_is_resumed_within_its_budget(shared, client, versions):

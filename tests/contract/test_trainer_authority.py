@@ -150,9 +150,12 @@ async def assert_exactly_once(run, session, tmp_path, lineage):
     assert {event.metrics["train/step"] for event in told} >= set(range(2, STEPS + 1))
 
 
-async def test_undisturbed(train_through, tmp_path):
+async def test_undisturbed_and_a_mismatch_on_fresh_tokens_above_the_alarm_is_told(train_through, tmp_path):
     run, session = await train_through(lambda step: None)
     await assert_exactly_once(run, session, tmp_path, lineage=0)
+    events = await TelemetryReader(run.store.client, "r").read()
+    told = [e.fields["text"] for e in events if e.kind == "notice" and "mismatch_alarm" in e.fields["text"]]
+    assert [text.split(":")[0] for text in told] == ["step 6"]  # 0.06; the alarm is at 0.05
 
 
 async def test_a_step_that_is_skipped_for_safety_publishes_its_number_and_says_why(train_through, tmp_path):
@@ -162,13 +165,6 @@ async def test_a_step_that_is_skipped_for_safety_publishes_its_number_and_says_w
     notices = [event.fields["text"] for event in events if event.kind == "notice"]
     assert "step 3 skipped: trajectory 7-0 got a loss that is not finite" in notices
     assert [e.metrics["train/skipped_steps"] for e in events if e.kind == "step"] == [0, 0, 1, 1, 1, 1]
-
-
-async def test_a_mismatch_on_fresh_tokens_above_the_alarm_is_told(train_through):
-    run, _ = await train_through(lambda step: None)
-    events = await TelemetryReader(run.store.client, "r").read()
-    told = [e.fields["text"] for e in events if e.kind == "notice" and "mismatch_alarm" in e.fields["text"]]
-    assert [text.split(":")[0] for text in told] == ["step 6"]  # 0.06; the alarm is at 0.05
 
 
 async def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_reason(train_through):
@@ -192,7 +188,9 @@ async def test_a_run_ends_with_the_step_that_reaches_its_limit_and_saves_it(trai
     assert session.saved_step == end[1]
 
 
-@pytest.mark.parametrize("lost_bytes", [0, 500, 5000], ids=["nothing_lost", "some_lost", "more_lost"])
+@pytest.mark.parametrize(
+    "lost_bytes", [0, pytest.param(500, marks=pytest.mark.slow), 5000], ids=["nothing_lost", "some_lost", "more_lost"]
+)
 async def test_a_server_that_is_restarted_while_a_step_trains(train_through, server, tmp_path, lost_bytes, reboot):
     def during(step):
         if step == 3:

@@ -58,7 +58,7 @@ def test_what_raises_is_a_failure_of_the_verifier_and_the_process_stays(pool):
 
 
 def test_what_takes_too_long_is_killed_and_replaced(pool):
-    processes = pool("time:sleep", seconds=1.5)
+    processes = pool("time:sleep", seconds=0.8)
     processes.call(0)
     (pid,) = processes.pids()
     with pytest.raises(EpisodeError, match="took too long") as caught:

@@ -1,5 +1,8 @@
 """`laminar logs`: the last lines of all roles, in order of time."""
 
+import os
+import time
+
 import pytest
 
 from laminar.cli.logs import find_logs, last_lines, tail
@@ -20,6 +23,32 @@ def test_lines_of_all_roles_come_in_order_of_time_and_a_traceback_stays_with_its
     assert [(name, line.split()[-1]) for name, line in merged] == [
         ("trainer-0", "a"), ("trainer-0", "Traceback"), ("rollout-0", "c"), ("rollout-0", "d"), ("trainer-0", "b"),
     ]  # fmt: skip
+
+
+def shown(folder, count):
+    return [(name, line.split()[-1]) for name, line in last_lines(find_logs(folder, ""), count)]
+
+
+def test_the_end_of_a_long_traceback_stays_behind_the_line_that_it_follows(folder):
+    lines = "2026-01-01 10:00:05,000 ERROR e\n" + "".join(f"frame {i}\n" for i in range(40))
+    (folder.logs / "relay-0.log").write_text(lines)
+    assert shown(folder, 4) == [("relay-0", str(i)) for i in range(36, 40)]
+    (folder.logs / "relay-0.log").write_text(lines.replace("10:00:05", "10:00:02"))
+    assert shown(folder, 3) == [("rollout-0", "c"), ("rollout-0", "d"), ("trainer-0", "b")]
+
+
+def test_what_a_role_said_before_its_first_stamp_comes_with_that(folder):
+    (folder.logs / "relay-0.log").write_text("a warning of a library\n2026-01-01 10:00:02,500 INFO e\n")
+    assert shown(folder, 4) == [("relay-0", "library"), ("relay-0", "e"), ("rollout-0", "d"), ("trainer-0", "b")]
+
+
+def test_a_log_without_stamps_is_as_old_as_its_last_change(folder):
+    log = folder.logs / "rollout-0-engine.log"
+    log.write_text("listening\n")
+    changed = time.mktime(time.strptime("2026-01-01 10:00:03", "%Y-%m-%d %H:%M:%S"))
+    for seconds, place in ((-3600, 0), (0.5, 4), (3600, 5)):
+        os.utime(log, (changed + seconds, changed + seconds))
+        assert shown(folder, 10).index(("rollout-0-engine", "listening")) == place
 
 
 def test_only_the_last_lines_are_read_however_small_the_blocks(folder):

@@ -85,6 +85,14 @@ def test_kept_trajectories_are_listed_where_none_is_named(folder):
     assert "'newest', 'reward_low'" in str(run_command("show", folder.path, "--order", "odd").exception)
 
 
+def test_a_run_that_keeps_no_trajectories_says_so_and_which_setting_keeps_them(folder):
+    for file in folder.trajectories.iterdir():
+        file.unlink()
+    told = run_command("show", folder.path).stdout.strip()
+    assert told == f"run {folder.path.name} keeps no trajectories; metrics.trajectory_rate says what share of groups is kept"
+    assert json.loads(run_command("show", folder.path, "--json").stdout) == []
+
+
 def test_a_trajectory_that_is_not_kept_is_refused_with_the_setting_to_change(folder):
     error = run_command("show", folder.path, "9").exception
     assert isinstance(error, ConfigError)

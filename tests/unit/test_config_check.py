@@ -120,6 +120,7 @@ def test_the_defaults_are_right_without_a_word(folder):
         ),
         ("trainer.deepspeed.offload_optimizer = true", "set the stage to 1, 2 or 3, or the former to false"),
         ('rollout.engine.kind = "sglan"', "`rollout.engine.kind` is 'sglan': did you mean sglang?"),
+        ('rollout.engine.kind = "my:Engine"', "`rollout.engine.kind` is 'my:Engine': the names are torch, emulated, sglang"),
         ('experience.sampler = "lifo"', "`experience.sampler` is 'lifo': did you mean fifo?"),
         (
             'experience.redis_url = "localhost:6379"',
@@ -170,7 +171,8 @@ def test_unbiased_combinations_pass_without_a_word(folder, text):
     [
         ("", "`rewards` is empty"),
         ('[[rewards]]\nkind = "exact"', "`rewards[0].kind` is 'exact': did you mean exact_match?"),
-        ('[[rewards]]\nkind = "regex"', "`rewards[0].options.pattern` is missing"),
+        ('[[rewards]]\nkind = "regex"', "`rewards[0].options.pattern` is missing: "),
+        ('environment.kind = "tools"', "`environment.options.tools` is missing: What may be called: `calculate`"),
         (
             '[[rewards]]\nkind = "regex"\noptions = {patern = "a"}',
             "unknown key `rewards[0].options.patern`: did you mean pattern",
@@ -298,11 +300,12 @@ def test_the_recipes_for_gpus_pass_on_a_machine_without_any(recipe, monkeypatch)
     assert all("not here" in note or "`rollout.max_in_flight_groups` lets" in note for note in notes)
 
 
-def test_checking_needs_no_torch(folder):
+def test_checking_and_explaining_need_no_heavy_library(folder):
     file = write(folder, "")
     code = (
-        "import sys; from pathlib import Path; from laminar.cli.check import check; check(Path(sys.argv[1]), []);"
-        "assert not {'torch', 'transformers', 'deepspeed', 'ray'} & sys.modules.keys()"
+        "import sys; from pathlib import Path; from laminar.cli.check import check; import laminar.config.explain;"
+        "check(Path(sys.argv[1]), []);"
+        "assert not {'torch', 'transformers', 'deepspeed', 'ray', 'datasets'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

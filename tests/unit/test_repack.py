@@ -108,7 +108,7 @@ FLEETS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(FLEETS, st.sampled_from([0, 200, 1500]), st.sampled_from([1, 16, 64, 1000]), st.sampled_from([V0, V1, V2]))
 def test_every_plan_keeps_the_rules_on_random_fleets(fleet, headroom, max_requests, newest):
     limits = RepackLimits(0.8, 0.95, headroom, max_requests)

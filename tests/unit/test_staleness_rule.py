@@ -293,7 +293,7 @@ def legal_batches(
     ]
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), prompts_per_step=st.integers(1, 4), sampler=st.sampled_from(sorted(ORDERS)))
 def test_the_batch_is_the_first_legal_one_in_the_samplers_order(seed: int, prompts_per_step: int, sampler: str) -> None:
     headers = random_groups(random.Random(seed), 10, prompts_per_step)
@@ -305,7 +305,7 @@ def test_the_batch_is_the_first_legal_one_in_the_samplers_order(seed: int, promp
     assert bool(legal) == (not found.due and not found.missing)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), prompts_per_step=st.integers(1, 3))
 def test_no_smaller_set_of_evictions_gives_a_batch(seed: int, prompts_per_step: int) -> None:
     headers = random_groups(random.Random(seed), 10, prompts_per_step)

@@ -271,7 +271,7 @@ def simulate(
     return schedule
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(**schedules, policy=st.sampled_from(["wait", "patient", "drop"]))
 def test_the_bound_holds_and_everything_admitted_ends_once(
     seed: int, bound: int, prompts_per_step: int, order: str, policy: str
@@ -285,7 +285,7 @@ def test_the_bound_holds_and_everything_admitted_ends_once(
     assert policy != "patient" or schedule.counts["evicted"] == 0
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(**schedules, bounds=st.lists(st.sampled_from([0, 1, 2, 4, None]), min_size=1, max_size=3))
 def test_the_bound_of_each_group_holds_while_the_setting_changes(
     seed: int, bound: int, prompts_per_step: int, order: str, bounds: list[int | None]

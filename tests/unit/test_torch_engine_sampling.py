@@ -37,7 +37,7 @@ def test_logprobs_are_those_of_the_sampling_temperature(temperature):
 
 
 def test_tokens_are_drawn_in_proportion_to_the_tempered_softmax():
-    count = 20000
+    count = 10000
     ids, _ = draws(count, temperature=2.0)
     for token, probability in enumerate(np.exp(expected_logprobs(2.0))):
         bound = 5 * math.sqrt(probability * (1 - probability) / count)

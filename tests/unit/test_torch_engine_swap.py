@@ -94,7 +94,7 @@ def test_in_place_keeps_the_cache_that_the_old_weights_made(versions):
 def test_five_updates_in_a_row_abort_none_of_sixteen_long_requests(versions, mode, flush):
     """Cases D13."""
     engine = TorchEngine(versions[0], "0.0", EngineOptions(max_running=12))
-    outputs = [engine.add(request(f"r{i}", new=200, seed=i)) for i in range(16)]
+    outputs = [engine.add(request(f"r{i}", new=120, seed=i)) for i in range(16)]
     for number in range(1, 6):
         run(engine, 20)
         engine.book.pause(mode)
@@ -102,13 +102,13 @@ def test_five_updates_in_a_row_abort_none_of_sixteen_long_requests(versions, mod
         engine.add(request(f"during{number}", new=3, seed=number))
         engine.book.resume()
     run(engine)
-    assert all(output.finish_reason == {"type": "length", "length": 200} for output in outputs)
+    assert all(output.finish_reason == {"type": "length", "length": 120} for output in outputs)
     for output in outputs:
         numbers = [int(span.version.partition(".")[2]) for span in output.spans]
         assert numbers == sorted(set(numbers))
         assert [span.start for span in output.spans] == [0, *[span.end for span in output.spans[:-1]]]
-        assert output.spans[-1].end == len(output.ids) == len(output.logprobs) == 200
-    assert engine.generated_tokens == 16 * 200 + 5 * 3
+        assert output.spans[-1].end == len(output.ids) == len(output.logprobs) == 120
+    assert engine.generated_tokens == 16 * 120 + 5 * 3
 
 
 def test_pause_in_abort_mode_ends_running_and_waiting_ones_with_what_they_have(versions):

@@ -7,7 +7,6 @@ an observer that was started again, gives it what it lacks.
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from laminar.telemetry.files import read_lines
 from laminar.telemetry.stream import Event, order_of
+from laminar.whole_file import replace_file
 
 logger = logging.getLogger("laminar.observer")
 
@@ -189,9 +189,7 @@ def read_position(path: Path) -> tuple[int, int]:
 
 def write_position(path: Path, order: tuple[int, int]) -> None:
     """Replace the file in one rename."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(f"{order[0]}-{order[1]}")
-    os.replace(temporary, path)
+    replace_file(path, f"{order[0]}-{order[1]}")
 
 
 def _lines(metrics: Path) -> list[dict[str, Any]]:

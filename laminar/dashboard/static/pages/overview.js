@@ -39,7 +39,7 @@ export function open(root) {
     const newest = now["weights/trainer_version"];
     versions.set(Object.entries(state.roles).filter(([, role]) => "worker/version_number" in role.metrics).map(([name, role]) => {
       const number = role.metrics["worker/version_number"];
-      return { class: role.silent_seconds > 5 ? "dead" : "", cells: [name, role.silent_seconds > 5 ? "silent" : role.state, number < 0 ? "unknown" : show(number), number < 0 ? "–" : show(Math.max(0, newest - number))] };
+      return { class: role.is_silent ? "dead" : "", cells: [name, role.is_silent ? "silent" : role.state, number < 0 ? "unknown" : show(number), number < 0 ? "–" : show(Math.max(0, newest - number))] };
     }));
   }
   function onHistory(history, state) {

@@ -35,7 +35,7 @@ export function open(root) {
   const timer = setInterval(load, 2000);
   return {
     onState: (state) => replicas.set(Object.entries(state.roles).filter(([name]) => name.startsWith("rollout-")).map(([name, role]) => {
-      const m = role.metrics, dead = role.silent_seconds > 5, s = role.shares;
+      const m = role.metrics, dead = role.is_silent, s = role.shares;
       const failed = Object.entries(m).filter(([key]) => key.startsWith("rollout/failures_")).reduce((sum, [, value]) => sum + value, 0);
       const idle = Object.entries(s).filter(([key]) => key.startsWith("idle")).reduce((sum, [, value]) => sum + value, 0);
       return { class: dead ? "dead" : "", cells: [name, dead ? `✕ silent for ${duration(role.silent_seconds)}` : role.state,

@@ -76,8 +76,8 @@ export function open(root) {
   timer = setInterval(load, 2000);
   return {
     onState: (state) => shares.set(Object.entries(state.roles).map(([name, role]) => ({
-      class: role.silent_seconds > 5 ? "dead" : "",
-      cells: [name, role.silent_seconds > 5 ? `silent for ${Math.round(role.silent_seconds)} s` : role.state,
+      class: role.is_silent ? "dead" : "",
+      cells: [name, role.is_silent ? `silent for ${Math.round(role.silent_seconds)} s` : role.state,
         Object.entries(role.shares).filter(([, share]) => share >= 0.005).sort((a, b) => b[1] - a[1]).map(([name_, share]) => `${name_} ${percent(share)}`).join(", ")],
     }))),
     onTheme: load,

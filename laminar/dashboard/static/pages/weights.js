@@ -26,7 +26,7 @@ export function open(root) {
       relays.set(state.relays.map((relay) => ({ cells: [relay.host, relay.node_id, relay.newest || "none", relay.versions.join(", "), relay.store, clock(relay.beat_at)] })));
       swaps.set(Object.entries(state.roles).filter(([name]) => name.startsWith("rollout-")).map(([name, role]) => {
         const number = role.metrics["worker/version_number"];
-        return { class: role.silent_seconds > 5 ? "dead" : "", cells: [name, number < 0 ? "unknown" : show(number), number < 0 ? "–" : show(Math.max(0, newest - number)), duration(role.metrics["weights/swap_seconds"])] };
+        return { class: role.is_silent ? "dead" : "", cells: [name, number < 0 ? "unknown" : show(number), number < 0 ? "–" : show(Math.max(0, newest - number)), duration(role.metrics["weights/swap_seconds"])] };
       }));
     },
     onHistory(history) {
