@@ -158,6 +158,7 @@ class Relay:
             is_master=self._chained is not None and self._chained.is_master,
             is_blocked=self._receiver is not None and self._receiver.is_blocked,
             upstream=self._follower.upstream if self._follower else "",
+            carrier=self._follower.carrier if self._follower else "",
             receiving=str(incoming.version) if incoming else "",
             seconds_per_byte=self._last.seconds / self._last.bytes if self._last and self._last.bytes else 0.0,
             start_seconds=self._follower.start_seconds if self._follower else 0.0,

@@ -40,6 +40,10 @@ class Received:
 class Connection(Protocol):
     """One end of an edge. One task sends and one receives at a time."""
 
+    @property
+    def carrier(self) -> str:
+        """What brings bodies to this end, for people to read; it may change."""
+
     async def send(self, head: bytes, body: memoryview | None = None) -> None:
         """Hand over a message. The body must stay as it is until the other side has answered it.
 
@@ -83,9 +87,9 @@ class Transport(Protocol):
 
 
 TRANSPORTS: Mapping[str, str] = {
-    "auto": "relay.transports.zmq_tcp:ZmqTransport",
+    "auto": "relay.transports.shared:zmq_or_shared",
     "zmq": "relay.transports.zmq_tcp:ZmqTransport",
     "mooncake": "relay.transports.mooncake:MooncakeTransport",
     "collective": "relay.transports.collective:CollectiveTransport",
 }
-"""`relay.transport` by name: classes that are made with the address by which others reach this machine."""
+"""`relay.transport` by name: what is called with the address by which others reach this machine."""

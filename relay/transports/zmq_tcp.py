@@ -23,6 +23,7 @@ IO_THREADS = 2
 """A relay in the middle receives and sends at once."""
 
 SOCKET_BUFFER_BYTES = 4 * 1024**2
+CARRIER = "TCP"
 INBOX_MESSAGES = 1024
 """A peer that sends more without waiting for answers breaks the protocol and is dropped."""
 
@@ -137,6 +138,7 @@ class _Served:
 
     def __init__(self, router: "zmq.asyncio.Socket", identity: bytes, inbox: _Inbox) -> None:
         self._router, self._identity, self._inbox = router, identity, inbox
+        self.carrier = CARRIER
         self._is_closed = False
 
     async def send(self, head: bytes, body: memoryview | None = None) -> None:
@@ -172,6 +174,7 @@ class _Dialled:
 
     def __init__(self, socket: "zmq.asyncio.Socket", monitor: Any) -> None:
         self._socket, self._monitor = socket, monitor
+        self.carrier = CARRIER
         self._lost = asyncio.ensure_future(recv_monitor_message(monitor))
         self._is_closed = False
 

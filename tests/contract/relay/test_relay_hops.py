@@ -1,6 +1,7 @@
 """The hop protocol, over every transport: versions arrive whole, whatever the network and the other hops do."""
 
 import asyncio
+import os
 from contextlib import ExitStack
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from laminar.types import WeightVersion
 from relay.puller import read_manifest
 from relay.store import WEIGHTS_NAME
+
+CHUNK_BYTES = 4096
+"""As the chain of the fixture publishes."""
 
 
 class Gate:
@@ -104,6 +108,27 @@ async def test_a_truncated_piece_counts_as_broken(chain, length):
     master.shape = cut_once
     await a.reaches(master.publish(1))
     assert a.reports[0].broken == 1
+
+
+async def test_a_slot_that_is_rewritten_under_a_reader_makes_a_broken_piece_and_no_torn_version(chain):
+    master, a, b = await line(chain, "a", "b")
+    version = master.publish(1)
+    correct = []
+
+    async def rewrite_once(spoken, message):
+        if spoken.index == 3:
+            with master.store.slot_path(version).open("r+b") as slot:
+                slot.seek(3 * CHUNK_BYTES + 17)
+                correct.append(slot.read(1))
+                slot.seek(-1, os.SEEK_CUR)
+                slot.write(b"!" if len(correct) == 1 else correct[0])
+        return [message]
+
+    master.shape = rewrite_once
+    await b.reaches(version)
+    assert [report.broken for report in a.reports + b.reports] == [1, 0]
+    assert correct == [correct[0], b"!"]
+    assert correct[0] != b"!"
 
 
 async def test_reordered_pieces_are_taken_as_they_come(chain):
