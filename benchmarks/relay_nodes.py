@@ -27,7 +27,7 @@ from relay.transports.shaped import ShapedTransport
 
 HEARTBEAT_SECONDS = 0.2
 DEADLINE_SECONDS = 60.0
-POLL_SECONDS = 0.0005
+POLL_SECONDS = 0.002
 
 
 class Chain:

@@ -71,6 +71,8 @@ class Receiver:
         self._started = 0.0
         self._num_bytes = 0
         self._broken: Counter[int] = Counter()
+        self._owed = 0
+        """Credits that the upstream has not got back yet."""
 
     async def pull(
         self, link: Link, should_leave: Callable[[], bool], announced: Callable[[], WeightVersion | None]
@@ -98,6 +100,7 @@ class Receiver:
             if describe_files(self._store.model_files) != offer.files:
                 await self._fetch_files(link, offer)
             incoming = self._begin(manifest)
+            self._owed = 0
             await link.send(Pull(offer.version, to_ranges(incoming.missing), self._limits.credits))
             if await self._receive_pieces(link, incoming):
                 self._finish(incoming)
@@ -226,14 +229,20 @@ class Receiver:
             return
         self._num_bytes += num_bytes
         version = str(incoming.version)
+        self._owed += 1
         if incoming.accept(index, num_bytes):
             self._shelf.notify()
-            await link.send(More(version, 1, []))
+            if self._owed >= self._limits.credits // 2:  # the other half is under way meanwhile
+                await self._grant(link, version, [])
             return
         self._broken[index] += 1
         if self._broken[index] % self._limits.max_attempts == 0:
             raise RelayError(f"piece {index} of {version} came broken {self._broken[index]} times, last from {link.peer}")
-        await link.send(More(version, 1, [index]))
+        await self._grant(link, version, [index])
+
+    async def _grant(self, link: Link, version: str, again: list[int]) -> None:
+        owed, self._owed = self._owed, 0
+        await link.send(More(version, owed, again))
 
     def _finish(self, incoming: Incoming) -> None:
         incoming.reveal()

@@ -200,7 +200,15 @@ class _Dialled:
         """The socket's answer, or the news that the connection broke, whichever comes first."""
         if self._is_closed:
             raise LinkLostError("the edge is closed")
-        waiting = asyncio.ensure_future(request())
+        try:
+            waiting: asyncio.Future[Any] = request()
+            if not waiting.done():  # mostly it is: waiting for two things costs as much as a message
+                await self._answered_or_lost(waiting)
+            return waiting.result()
+        except zmq.ZMQError as error:
+            raise LinkLostError(f"the connection broke ({error})") from error
+
+    async def _answered_or_lost(self, waiting: "asyncio.Future[Any]") -> None:
         try:
             await asyncio.wait((waiting, self._lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -208,10 +216,6 @@ class _Dialled:
                 waiting.cancel()
         if waiting.cancelled() or not waiting.done():
             raise LinkLostError("the connection broke, or was never made")
-        try:
-            return waiting.result()
-        except zmq.ZMQError as error:
-            raise LinkLostError(f"the connection broke ({error})") from error
 
 
 def _unpack(frames: "list[zmq.Frame]", place: Place) -> Received:
