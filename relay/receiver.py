@@ -22,6 +22,7 @@ from relay.messages import Alive, Chunk, FetchFiles, Files, Gone, Message, More,
 from relay.shelf import Shelf, describe_files, unpack_files
 from relay.slots import Slot
 from relay.store import PUBLISHER, VersionStore
+from relay.transports.base import Received
 
 
 class SlotsLeasedError(RelayError):
@@ -207,11 +208,11 @@ class Receiver:
 
         progress = time.monotonic()
         while not incoming.is_whole:
-            message, num_bytes = await link.receive(f"a piece of {version}", place)
+            message, received = await link.receive(f"a piece of {version}", place)
             match message:
                 case Chunk(of, index) if of == version:
                     progress = time.monotonic()
-                    await self._take(link, incoming, index, num_bytes)
+                    await self._take(link, incoming, index, received)
                 case Gone(of) if of == version:
                     return False
                 case Alive():
@@ -223,15 +224,16 @@ class Receiver:
                     raise RelayError(f"{link.peer} said {type(message).__name__} instead of a piece of {version}")
         return True
 
-    async def _take(self, link: Link, incoming: Incoming, index: int, num_bytes: int) -> None:
+    async def _take(self, link: Link, incoming: Incoming, index: int, received: Received) -> None:
         """Verify one piece; a broken one is asked for again, a repeated one is passed over."""
         if index < 0 or index >= len(incoming.manifest.checksums) or incoming.has(index):
             return
-        self._num_bytes += num_bytes
+        self._num_bytes += received.num_bytes
         version = str(incoming.version)
         self._owed += 1
-        if incoming.accept(index, num_bytes):
+        if incoming.accept(index, received):
             self._shelf.notify()
+            await asyncio.sleep(0)  # the next hop is told of this piece before another that has come already is copied
             if self._owed >= self._limits.credits // 2:  # the other half is under way meanwhile
                 await self._grant(link, version, [])
             return

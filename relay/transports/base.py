@@ -1,8 +1,8 @@
 """What a transport is: edges between relays that carry whole messages, in order, with pressure back to the sender.
 
 A message is a small head and, sometimes, a large body. The receiver says where a body shall lie once it knows the head, so a
-piece of weights goes straight into its slot. A transport knows no more: tokens, versions, checksums and deadlines are the
-hop protocol's (`relay.link`).
+piece of weights goes straight into its slot. A transport knows no more: tokens, versions, deadlines and which checksum is
+right are the hop protocol's (`relay.link`).
 
 Invariants that every transport keeps (`tests/contract/relay/test_relay_transports.py`): messages come whole, once and in
 order, or the link is lost; a lost link says so on both ends, by `LinkLostError`, at the latest when the other side's process
@@ -31,10 +31,17 @@ def nowhere(head: bytes, num_bytes: int) -> memoryview | None:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message that arrived: its head, and how long its body was (placed or dropped)."""
+    """A message that arrived.
+
+    Attributes:
+        head: of it.
+        num_bytes: how long its body was, placed or dropped.
+        checksum: xxh3_64 of the body as it lies in its place, if the transport has just copied it there; else empty.
+    """
 
     head: bytes
     num_bytes: int
+    checksum: str = ""
 
 
 class Connection(Protocol):

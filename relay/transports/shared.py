@@ -18,6 +18,7 @@ import msgspec
 
 from relay.mapped import locate
 from relay.transports.base import Connection, Handler, LinkLostError, Place, Received, Transport, nowhere
+from relay.transports.landing import land
 from relay.transports.shared_folder import FilePart, FolderOffer, SharedFolder, this_machine
 from relay.transports.zmq_tcp import ZmqTransport
 
@@ -122,7 +123,7 @@ class SharedConnection:
             received = await self._inner.receive(lambda framed, num_bytes: place(framed[1:], num_bytes))
             kind, rest = received.head[:1], received.head[1:]
             if kind == _PLAIN:
-                return Received(rest, received.num_bytes)
+                return Received(rest, received.num_bytes, received.checksum)
             if kind == _REFERENCE:
                 return await self._fetch(_decode(rest, _Reference), place)
             if kind == _OFFER:
@@ -160,9 +161,8 @@ class SharedConnection:
             logger.info("%s of an upstream cannot be read: pieces come by %s from now on", part.name, self.carrier)
             await self._inner.send(_ANSWER + _NO)
             return Received(head, 0)
-        if (target := place(head, part.num_bytes)) is not None:
-            target[:] = source
-        return Received(head, part.num_bytes)
+        target = place(head, part.num_bytes)
+        return Received(head, part.num_bytes, "" if target is None else land(source, target))
 
     def _let_go(self) -> None:
         if self._theirs is not None:

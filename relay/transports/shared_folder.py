@@ -105,11 +105,11 @@ class SharedFolder:
             return None
         try:
             descriptor = os.open(name, _READ | os.O_NONBLOCK, dir_fd=self._descriptor)  # a pipe would hold us up
+            try:
+                found = os.fstat(descriptor)
+                is_file = stat.S_ISREG(found.st_mode) and found.st_size > 0
+                return map_file(Path(name), descriptor) if is_file else None
+            finally:
+                os.close(descriptor)
         except (OSError, ValueError):
             return None
-        try:
-            found = os.fstat(descriptor)
-            is_file = stat.S_ISREG(found.st_mode) and found.st_size > 0
-            return map_file(Path(name), descriptor) if is_file else None
-        finally:
-            os.close(descriptor)

@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from laminar.errors import EnvironmentSetupError
 from relay.transports.base import Handler, LinkLostError, Place, Received, nowhere
+from relay.transports.landing import land
 
 IO_THREADS = 2
 """A relay in the middle receives and sends at once."""
@@ -223,6 +224,5 @@ def _unpack(frames: "list[zmq.Frame]", place: Place) -> Received:
     if len(frames) == 1:
         return Received(head, 0)
     body = frames[1].buffer
-    if (target := place(head, len(body))) is not None:
-        target[:] = body
-    return Received(head, len(body))
+    target = place(head, len(body))
+    return Received(head, len(body), "" if target is None else land(body, target))

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from laminar.types import WeightVersion
+from relay.manifest import checksum
 from relay.mapped import locate, map_file
 from relay.transports.base import LinkLostError
+from relay.transports.landing import BLOCK_BYTES, land
 from relay.transports.memory import MemoryNetwork
 from relay.transports.shaped import ShapedTransport
 from relay.transports.shared import SharedTransport
@@ -314,3 +316,10 @@ async def test_a_version_that_lost_its_slot_is_still_passed_on(chain):
     a = await chain.add("a")
     await a.reaches(version)
     assert version == WeightVersion(0, 1)
+
+
+@pytest.mark.parametrize("num_bytes", [1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 77])
+def test_a_body_that_is_landed_has_the_checksum_of_its_copy(num_bytes):
+    body, place = os.urandom(num_bytes), bytearray(num_bytes)
+    assert land(memoryview(body), memoryview(place)) == checksum(body)
+    assert place == body
