@@ -4,7 +4,8 @@
 Time until the last machine has everything in memory that it had touched before; start-up, connecting and allocating are not
 counted. Side by side, best of several rounds each:
 
-- relays: the trainer's publish, and the chain of relays, checksums verified, versions visible.
+- relays: the trainer's publish, and the chain of relays, checksums verified, versions visible; all by TCP, though the
+  namespaces are of one host (with "auto" too nothing would be shared: another namespace is another machine).
 - gloo: `torch.distributed.broadcast` among five processes.
 - redis: 16 MB values in Valkey on the trainer's machine, read by each.
 - storage: a safetensors file that a server on the trainer's machine hands to each, as shared storage does.

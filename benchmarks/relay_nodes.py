@@ -15,19 +15,19 @@ import torch
 from benchmarks.machines import Machines
 from laminar.allocator import keep_freed_memory
 from laminar.experience.server import EmbeddedServer
+from laminar.plugins import resolve
 from laminar.types import WeightVersion
 from relay.link import Credentials
 from relay.publisher import Publisher
 from relay.role import KEPT_PIECES_BYTES
 from relay.server import Chained, Relay
 from relay.store import VersionStore
-from relay.transports.base import Transport
+from relay.transports.base import TRANSPORTS, Transport
 from relay.transports.shaped import ShapedTransport
-from relay.transports.zmq_tcp import ZmqTransport
 
 HEARTBEAT_SECONDS = 0.2
 DEADLINE_SECONDS = 60.0
-POLL_SECONDS = 0.0005
+POLL_SECONDS = 0.002
 
 
 class Chain:
@@ -60,7 +60,7 @@ class Chain:
     def wait(self) -> float:
         """Wait until every store has the newest version; returns the seconds."""
         started, version = time.perf_counter(), WeightVersion(0, self._number)
-        while any(store.newest() != version for store in self.stores):
+        while any(store.newest() != version for store in reversed(self.stores)):  # the last one first: fewer looks
             if time.perf_counter() - started > DEADLINE_SECONDS:
                 raise TimeoutError(f"version {version} did not reach all relays")
             time.sleep(POLL_SECONDS)
@@ -83,6 +83,7 @@ def running_chain(
     tensors: list[tuple[str, torch.Tensor]],
     num_relays: int,
     *,
+    transport: str = "zmq",
     bytes_per_second: float | None = None,
     machines: Machines | None = None,
 ) -> Iterator[Chain]:
@@ -91,6 +92,7 @@ def running_chain(
     Args:
         tensors: of the model.
         num_relays: besides the master's.
+        transport: name of it; `zmq` sends everything by TCP, `auto` shares memory where it can.
         bytes_per_second: limit of each relay's sending.
         machines: where the relays run, one each; None: all here.
     """
@@ -102,7 +104,9 @@ def running_chain(
     ):
         root = Path(folder)
         nodes = [
-            context.Process(target=run_node, args=(root, server.url, index, bytes_per_second, machines), daemon=True)
+            context.Process(
+                target=run_node, args=(root, server.url, index, transport, bytes_per_second, machines), daemon=True
+            )
             for index in range(num_relays + 1)
         ]
         for node in nodes:
@@ -120,7 +124,9 @@ def running_chain(
                 node.join()
 
 
-def run_node(root: Path, redis_url: str, index: int, bytes_per_second: float | None, machines: Machines | None) -> None:
+def run_node(
+    root: Path, redis_url: str, index: int, transport: str, bytes_per_second: float | None, machines: Machines | None
+) -> None:
     """One relay's process."""
     if machines is not None:
         machines.enter(index)
@@ -130,15 +136,15 @@ def run_node(root: Path, redis_url: str, index: int, bytes_per_second: float | N
     )  # that relays end while others follow them is the end of a measurement
     keep_freed_memory(KEPT_PIECES_BYTES)
     os.sched_setaffinity(0, {index % (os.cpu_count() or 1)})
-    asyncio.run(_run(root, redis_url, index, bytes_per_second, host))
-
-
-async def _run(root: Path, redis_url: str, index: int, bytes_per_second: float | None, host: str) -> None:
-    transport: Transport = ZmqTransport(host)
+    edges: Transport = resolve(transport, TRANSPORTS)(host)
     if bytes_per_second:
-        transport = ShapedTransport(transport, bytes_per_second=bytes_per_second)
+        edges = ShapedTransport(edges, bytes_per_second=bytes_per_second)
+    asyncio.run(_run(root, redis_url, index, edges))
+
+
+async def _run(root: Path, redis_url: str, index: int, edges: Transport) -> None:
     store = open_node(root, index)
-    chained = Chained(transport, Credentials("bench", store.node_id, "token"), is_master=index == 0)
+    chained = Chained(edges, Credentials("bench", store.node_id, "token"), is_master=index == 0)
     relay = Relay(store, redis_url, chained, heartbeat_seconds=HEARTBEAT_SECONDS)
     await relay.start()
     await relay.run()

@@ -41,6 +41,7 @@ class RelayStatus:
         is_master: whether the trainer publishes into its store.
         is_blocked: whether it can receive nothing now.
         upstream: node id of the relay it takes from now; empty if none.
+        carrier: what brings it the pieces from there, such as TCP or shared memory; empty if nothing does.
         receiving: text of the version that is arriving; empty if none is.
         seconds_per_byte: of the last version it received, T_byte of the chain's formula; 0 before the first.
         start_seconds: what a piece costs it besides its bytes, T_start; 0 before the first.
@@ -58,6 +59,7 @@ class RelayStatus:
     is_master: bool = False
     is_blocked: bool = False
     upstream: str = ""
+    carrier: str = ""
     receiving: str = ""
     seconds_per_byte: float = 0.0
     start_seconds: float = 0.0

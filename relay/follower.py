@@ -16,7 +16,7 @@ from laminar.policies.chain import Hop, upstream_of
 from laminar.types import WeightVersion
 from relay.link import Credentials, HopLimits, Link, greet
 from relay.receiver import Receiver, SlotsLeasedError
-from relay.transports.base import Transport
+from relay.transports.base import Connection, Transport
 
 logger = logging.getLogger("laminar.relay")
 
@@ -62,8 +62,15 @@ class Follower:
         """For a free slot: said once."""
         self.upstream = ""
         """Node id of the relay that is followed now; empty while there is none."""
+        self._connection: Connection | None = None
+        """To it."""
         self.start_seconds = 0.0
         """A quarter of the last handshake (two round trips): what a piece costs besides its bytes."""
+
+    @property
+    def carrier(self) -> str:
+        """What brings pieces from the upstream; empty while there is none."""
+        return self._connection.carrier if self._connection is not None else ""
 
     async def run(self) -> None:
         """Keep this machine on the newest version.
@@ -111,11 +118,11 @@ class Follower:
             started = time.monotonic()
             await greet(link, self._credentials)
             self.start_seconds = (time.monotonic() - started) / 4
-            self.upstream = upstream.hop.node_id
+            self.upstream, self._connection = upstream.hop.node_id, connection
             await self._receiver.pull(link, lambda: self._is_other(upstream), self._announced)
             self._is_waiting = False
         finally:
-            self.upstream = ""
+            self.upstream, self._connection = "", None
             await connection.close()
 
     def _is_other(self, upstream: Neighbour) -> bool:

@@ -12,6 +12,7 @@ from relay.manifest import Manifest, checksum
 from relay.reveal import reveal
 from relay.slots import Slot
 from relay.store import VersionStore
+from relay.transports.base import Received
 
 
 class Incoming:
@@ -61,9 +62,10 @@ class Incoming:
             return None
         return self._piece(index)
 
-    def accept(self, index: int, num_bytes: int) -> bool:
+    def accept(self, index: int, received: Received) -> bool:
         """Verify a piece that was written where `place` said; False if it is broken, or there was no place for it."""
-        if self.place(index, num_bytes) is None or checksum(self._piece(index)) != self.manifest.checksums[index]:
+        piece = self.place(index, received.num_bytes)
+        if piece is None or (received.checksum or checksum(piece)) != self.manifest.checksums[index]:
             return False
         self._missing.discard(index)
         return True

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from laminar.errors import DeadlineError, RelayError
 from relay.messages import Challenge, Hello, Message, Proof, Refusal, Welcome, decode, encode
-from relay.transports.base import Connection
+from relay.transports.base import Connection, Received
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -84,8 +84,8 @@ class Link:
         step = f"{self.peer} to take a {type(message).__name__}"
         await self._in_time(self._connection.send(encode(message), body), step)
 
-    async def receive(self, what: str, place: PlaceBody | None = None) -> tuple[Message, int]:
-        """The next message and its body's length.
+    async def receive(self, what: str, place: PlaceBody | None = None) -> tuple[Message, Received]:
+        """The next message, and what is known of its body.
 
         Args:
             what: what is waited for, for errors.
@@ -103,7 +103,7 @@ class Link:
             return place(seen[0], num_bytes) if place else None
 
         received = await self._in_time(self._connection.receive(place_body), f"{what} from {self.peer}")
-        return (seen[0] if seen else decode(received.head)), received.num_bytes
+        return (seen[0] if seen else decode(received.head)), received
 
     async def expect(self, kind: type[M], what: str) -> M:
         """The next message, which must be of this kind.

@@ -22,6 +22,7 @@ from relay.messages import Alive, Chunk, FetchFiles, Files, Gone, Message, More,
 from relay.shelf import Shelf, describe_files, unpack_files
 from relay.slots import Slot
 from relay.store import PUBLISHER, VersionStore
+from relay.transports.base import Received
 
 
 class SlotsLeasedError(RelayError):
@@ -71,6 +72,8 @@ class Receiver:
         self._started = 0.0
         self._num_bytes = 0
         self._broken: Counter[int] = Counter()
+        self._owed = 0
+        """Credits that the upstream has not got back yet."""
 
     async def pull(
         self, link: Link, should_leave: Callable[[], bool], announced: Callable[[], WeightVersion | None]
@@ -98,6 +101,7 @@ class Receiver:
             if describe_files(self._store.model_files) != offer.files:
                 await self._fetch_files(link, offer)
             incoming = self._begin(manifest)
+            self._owed = 0
             await link.send(Pull(offer.version, to_ranges(incoming.missing), self._limits.credits))
             if await self._receive_pieces(link, incoming):
                 self._finish(incoming)
@@ -204,11 +208,11 @@ class Receiver:
 
         progress = time.monotonic()
         while not incoming.is_whole:
-            message, num_bytes = await link.receive(f"a piece of {version}", place)
+            message, received = await link.receive(f"a piece of {version}", place)
             match message:
                 case Chunk(of, index) if of == version:
                     progress = time.monotonic()
-                    await self._take(link, incoming, index, num_bytes)
+                    await self._take(link, incoming, index, received)
                 case Gone(of) if of == version:
                     return False
                 case Alive():
@@ -220,20 +224,27 @@ class Receiver:
                     raise RelayError(f"{link.peer} said {type(message).__name__} instead of a piece of {version}")
         return True
 
-    async def _take(self, link: Link, incoming: Incoming, index: int, num_bytes: int) -> None:
+    async def _take(self, link: Link, incoming: Incoming, index: int, received: Received) -> None:
         """Verify one piece; a broken one is asked for again, a repeated one is passed over."""
         if index < 0 or index >= len(incoming.manifest.checksums) or incoming.has(index):
             return
-        self._num_bytes += num_bytes
+        self._num_bytes += received.num_bytes
         version = str(incoming.version)
-        if incoming.accept(index, num_bytes):
+        self._owed += 1
+        if incoming.accept(index, received):
             self._shelf.notify()
-            await link.send(More(version, 1, []))
+            await asyncio.sleep(0)  # the next hop is told of this piece before another that has come already is copied
+            if self._owed >= self._limits.credits // 2:  # the other half is under way meanwhile
+                await self._grant(link, version, [])
             return
         self._broken[index] += 1
         if self._broken[index] % self._limits.max_attempts == 0:
             raise RelayError(f"piece {index} of {version} came broken {self._broken[index]} times, last from {link.peer}")
-        await link.send(More(version, 1, [index]))
+        await self._grant(link, version, [index])
+
+    async def _grant(self, link: Link, version: str, again: list[int]) -> None:
+        owed, self._owed = self._owed, 0
+        await link.send(More(version, owed, again))
 
     def _finish(self, incoming: Incoming) -> None:
         incoming.reveal()

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from laminar.errors import EnvironmentSetupError
@@ -84,6 +85,8 @@ class Relay:
         self._resting = asyncio.Event()
         """Set while `run` is not running."""
         self._resting.set()
+        self._completed = asyncio.Event()
+        """Set when a version has become complete here: worth a heartbeat."""
         self._shelf = Shelf(store)
         self._address = ""
         self._receiver: Receiver | None = None
@@ -158,6 +161,7 @@ class Relay:
             is_master=self._chained is not None and self._chained.is_master,
             is_blocked=self._receiver is not None and self._receiver.is_blocked,
             upstream=self._follower.upstream if self._follower else "",
+            carrier=self._follower.carrier if self._follower else "",
             receiving=str(incoming.version) if incoming else "",
             seconds_per_byte=self._last.seconds / self._last.bytes if self._last and self._last.bytes else 0.0,
             start_seconds=self._follower.start_seconds if self._follower else 0.0,
@@ -210,6 +214,7 @@ class Relay:
 
     def _note(self, report: HopReport) -> None:
         self._last = report
+        self._completed.set()
         if self._chained is not None:
             self._chained.report(report)
 
@@ -220,6 +225,7 @@ class Relay:
             if (found := self._store.newest()) != newest:
                 newest = found
                 self._shelf.notify()
+                self._completed.set()
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _beat_on(self) -> None:
@@ -230,19 +236,13 @@ class Relay:
             self._store.prune()
             if beats % BEATS_PER_SWEEP == 0:
                 await asyncio.to_thread(remove_orphans, self._store.root)  # freeing gigabytes takes a while
-            newest = self._store.newest()
+            self._completed.clear()
             await self._directory.beat(await self.status())
             self._advise_chunk_bytes()
             beats += 1
-            await self._pause(newest)
-
-    async def _pause(self, newest: WeightVersion | None) -> None:
-        try:
-            async with asyncio.timeout(self._heartbeat_seconds):
-                while self._store.newest() == newest:
-                    await self._shelf.changed.wait()
-        except TimeoutError:
-            return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    await self._completed.wait()
 
     def _advise_chunk_bytes(self) -> None:
         """Tell the trainer's publisher which pieces the chain wants, by the slowest hop's measured constants."""

@@ -6,7 +6,6 @@ Does not know transports or who asks.
 """
 
 import asyncio
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from laminar.errors import RelayError
 from laminar.types import WeightVersion
 from relay.incoming import Incoming
 from relay.manifest import Manifest, checksum
+from relay.mapped import map_file
 from relay.store import MANIFEST_NAME, WEIGHTS_NAME, VersionStore
 
 
@@ -96,7 +96,7 @@ class Shelf:
             return
         with self._store.lease(version) as folder, (folder / WEIGHTS_NAME).open("rb") as file:
             # Not closed by name: a transport may hold a piece a little longer than we do, and the last one closes it.
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            mapped = memoryview(map_file(self._store.slot_path(version), file.fileno()))
             yield _Complete(Manifest.from_json((folder / MANIFEST_NAME).read_text()), mapped)
 
     def model_files(self) -> dict[str, str]:

@@ -4,12 +4,12 @@ Invariants: a slot is written only under its exclusive lock; a slot that is bein
 Does not know versions or tensors.
 """
 
-import mmap
 import os
 from pathlib import Path
 
 from laminar.errors import EnvironmentSetupError
 from relay.locks import try_lock, unlock
+from relay.mapped import MappedFile, map_file
 
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
@@ -76,11 +76,10 @@ class Slot:
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.inode = os.fstat(self._descriptor).st_ino
-        # Populating touches every page now: a first write into fresh shared memory costs about ten times a rewrite.
-        self._map = mmap.mmap(self._descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._map = map_file(path, self._descriptor, writable=True)
 
     @property
-    def buffer(self) -> mmap.mmap:
+    def buffer(self) -> MappedFile:
         """The file's bytes, writable."""
         return self._map
 

@@ -147,6 +147,15 @@ class VersionStore:
         newest = self.newest()
         raise RelayError(f"weight version {version} is not in {self.folder} (newest: {newest}): lease the newest")
 
+    def slot_path(self, version: WeightVersion) -> Path:
+        """The slot that a leased version links to; the version's own file once that slot was given up."""
+        linked = self.folder_of(version) / WEIGHTS_NAME
+        for path in self._slots_folder.glob("*.safetensors"):
+            with suppress(FileNotFoundError):  # one of another length goes when the layout has changed
+                if path.samefile(linked):
+                    return path
+        return linked
+
     def prepare_slots(self, file_bytes: int) -> list[Slot]:
         """Open the slots for files of this length, allocating and touching what is missing.
 

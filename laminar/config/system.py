@@ -136,7 +136,8 @@ class RelayConfig(Section):
 
     transport: str = "auto"
     """How versions reach other machines: `zmq` (TCP), `mooncake` (RDMA where there are devices, else TCP), `collective`
-    (torch.distributed: gloo, with `num_gpus` NCCL), or `"package.module:Attr"`; `auto` is `zmq`."""
+    (torch.distributed: gloo, with `num_gpus` NCCL), or `"package.module:Attr"`; `auto` is `zmq`, but relays of one host
+    share their memory."""
     num_gpus: float = Field(0, ge=0, le=1)
     """GPUs that Ray sets aside for each relay, for NCCL with transport `collective`; 0: gloo."""
     shares_gpu_by_mps: bool = False

@@ -1,8 +1,8 @@
 """What a transport is: edges between relays that carry whole messages, in order, with pressure back to the sender.
 
 A message is a small head and, sometimes, a large body. The receiver says where a body shall lie once it knows the head, so a
-piece of weights goes straight into its slot. A transport knows no more: tokens, versions, checksums and deadlines are the
-hop protocol's (`relay.link`).
+piece of weights goes straight into its slot. A transport knows no more: tokens, versions, deadlines and which checksum is
+right are the hop protocol's (`relay.link`).
 
 Invariants that every transport keeps (`tests/contract/relay/test_relay_transports.py`): messages come whole, once and in
 order, or the link is lost; a lost link says so on both ends, by `LinkLostError`, at the latest when the other side's process
@@ -31,14 +31,25 @@ def nowhere(head: bytes, num_bytes: int) -> memoryview | None:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message that arrived: its head, and how long its body was (placed or dropped)."""
+    """A message that arrived.
+
+    Attributes:
+        head: of it.
+        num_bytes: how long its body was, placed or dropped.
+        checksum: xxh3_64 of the body as it lies in its place, if the transport has just copied it there; else empty.
+    """
 
     head: bytes
     num_bytes: int
+    checksum: str = ""
 
 
 class Connection(Protocol):
     """One end of an edge. One task sends and one receives at a time."""
+
+    @property
+    def carrier(self) -> str:
+        """What brings bodies to this end, for people to read; it may change."""
 
     async def send(self, head: bytes, body: memoryview | None = None) -> None:
         """Hand over a message. The body must stay as it is until the other side has answered it.
@@ -83,9 +94,9 @@ class Transport(Protocol):
 
 
 TRANSPORTS: Mapping[str, str] = {
-    "auto": "relay.transports.zmq_tcp:ZmqTransport",
+    "auto": "relay.transports.shared:zmq_or_shared",
     "zmq": "relay.transports.zmq_tcp:ZmqTransport",
     "mooncake": "relay.transports.mooncake:MooncakeTransport",
     "collective": "relay.transports.collective:CollectiveTransport",
 }
-"""`relay.transport` by name: classes that are made with the address by which others reach this machine."""
+"""`relay.transport` by name: what is called with the address by which others reach this machine."""

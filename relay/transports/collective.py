@@ -98,6 +98,7 @@ class CollectiveConnection:
         self._landing = torch.empty(0, dtype=torch.uint8, device=device)
         self._sending: _Group | None = None
         self._receiving: _Group | None = None
+        self.carrier = "NCCL" if device.type == "cuda" else "gloo"
 
     async def send(self, head: bytes, body: memoryview | None = None) -> None:
         """Hand over a message; returns when the other end has taken its body."""

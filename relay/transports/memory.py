@@ -95,6 +95,7 @@ class MemoryConnection:
 
     def __init__(self, incoming: _Pipe, outgoing: _Pipe) -> None:
         self._incoming, self._outgoing = incoming, outgoing
+        self.carrier = "memory"
 
     async def send(self, head: bytes, body: memoryview | None = None) -> None:
         """Hand over a copy of the message once there is room.

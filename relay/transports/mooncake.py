@@ -95,6 +95,7 @@ class MooncakeConnection:
             self._free.put_nowait(index)
         self._frames: asyncio.Queue[bytes] = asyncio.Queue(_MAX_FRAMES)
         self._is_closed = False
+        self.carrier = "Mooncake"
         self._lost = LinkLostError("the edge is closed")
         """Why nothing more comes, once `_listening` has ended."""
         self._listening = asyncio.ensure_future(self._listen())

@@ -71,6 +71,10 @@ class _Shaped:
     def __init__(self, inner: Connection, owner: ShapedTransport) -> None:
         self._inner, self._owner = inner, owner
 
+    @property
+    def carrier(self) -> str:
+        return self._inner.carrier
+
     async def send(self, head: bytes, body: memoryview | None = None) -> None:
         await self._owner.send(self._inner, (head, body))
 

@@ -18,11 +18,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from laminar.errors import EnvironmentSetupError
 from relay.transports.base import Handler, LinkLostError, Place, Received, nowhere
+from relay.transports.landing import land
 
 IO_THREADS = 2
 """A relay in the middle receives and sends at once."""
 
 SOCKET_BUFFER_BYTES = 4 * 1024**2
+CARRIER = "TCP"
 INBOX_MESSAGES = 1024
 """A peer that sends more without waiting for answers breaks the protocol and is dropped."""
 
@@ -137,6 +139,7 @@ class _Served:
 
     def __init__(self, router: "zmq.asyncio.Socket", identity: bytes, inbox: _Inbox) -> None:
         self._router, self._identity, self._inbox = router, identity, inbox
+        self.carrier = CARRIER
         self._is_closed = False
 
     async def send(self, head: bytes, body: memoryview | None = None) -> None:
@@ -172,6 +175,7 @@ class _Dialled:
 
     def __init__(self, socket: "zmq.asyncio.Socket", monitor: Any) -> None:
         self._socket, self._monitor = socket, monitor
+        self.carrier = CARRIER
         self._lost = asyncio.ensure_future(recv_monitor_message(monitor))
         self._is_closed = False
 
@@ -197,7 +201,15 @@ class _Dialled:
         """The socket's answer, or the news that the connection broke, whichever comes first."""
         if self._is_closed:
             raise LinkLostError("the edge is closed")
-        waiting = asyncio.ensure_future(request())
+        try:
+            waiting: asyncio.Future[Any] = request()
+            if not waiting.done():  # mostly it is: waiting for two things costs as much as a message
+                await self._answered_or_lost(waiting)
+            return waiting.result()
+        except zmq.ZMQError as error:
+            raise LinkLostError(f"the connection broke ({error})") from error
+
+    async def _answered_or_lost(self, waiting: "asyncio.Future[Any]") -> None:
         try:
             await asyncio.wait((waiting, self._lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -205,10 +217,6 @@ class _Dialled:
                 waiting.cancel()
         if waiting.cancelled() or not waiting.done():
             raise LinkLostError("the connection broke, or was never made")
-        try:
-            return waiting.result()
-        except zmq.ZMQError as error:
-            raise LinkLostError(f"the connection broke ({error})") from error
 
 
 def _unpack(frames: "list[zmq.Frame]", place: Place) -> Received:
@@ -216,6 +224,5 @@ def _unpack(frames: "list[zmq.Frame]", place: Place) -> Received:
     if len(frames) == 1:
         return Received(head, 0)
     body = frames[1].buffer
-    if (target := place(head, len(body))) is not None:
-        target[:] = body
-    return Received(head, len(body))
+    target = place(head, len(body))
+    return Received(head, len(body), "" if target is None else land(body, target))

@@ -1,4 +1,7 @@
-"""Several machines, simulated by raylets on this one: a store and a relay each, weights travel between them."""
+"""Several machines, simulated by raylets on this one: a store and a relay each, weights travel between them.
+
+The relays are on one host and so pass pieces by shared memory; `tests/contract/relay` has the same faults by TCP.
+"""
 
 import os
 import signal

@@ -26,10 +26,11 @@ from relay.transports.collective import CollectiveTransport
 from relay.transports.memory import MemoryNetwork
 from relay.transports.mooncake import MooncakeTransport
 from relay.transports.shaped import ShapedTransport
+from relay.transports.shared import zmq_or_shared
 from relay.transports.zmq_tcp import ZmqTransport
 
 MOONCAKE = pytest.param("mooncake", marks=pytest.mark.slow)
-TRANSPORT_KINDS = ("memory", "zmq", "collective", MOONCAKE)
+TRANSPORT_KINDS = ("memory", "zmq", "auto", "collective", MOONCAKE)
 """Every transport that ships; a new one is added here, to `transport_maker` and to `chain`."""
 
 CHUNK_BYTES = 4096
@@ -197,8 +198,13 @@ def transport_maker(kind: str) -> Callable[[str], Transport]:
         return MemoryNetwork().transport
     if kind == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs the extra `mooncake` and libibverbs1", exc_type=ImportError)
-    transport = {"zmq": ZmqTransport, "collective": CollectiveTransport, "mooncake": MooncakeTransport}[kind]
-    return lambda name: transport("127.0.0.1")
+    transports: dict[str, Callable[[str], Transport]] = {
+        "zmq": ZmqTransport,
+        "auto": zmq_or_shared,
+        "collective": CollectiveTransport,
+        "mooncake": MooncakeTransport,
+    }
+    return lambda name: transports[kind]("127.0.0.1")
 
 
 @pytest.fixture(params=TRANSPORT_KINDS)
@@ -207,7 +213,7 @@ def make_transport(request: pytest.FixtureRequest) -> Callable[[str], Transport]
     return transport_maker(request.param)
 
 
-@pytest.fixture(params=["memory", "zmq", pytest.param("collective", marks=pytest.mark.slow), MOONCAKE])
+@pytest.fixture(params=["memory", "zmq", "auto", pytest.param("collective", marks=pytest.mark.slow), MOONCAKE])
 async def chain(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Chain]:
     """No machine yet."""
     make_transport = transport_maker(request.param)

@@ -1,6 +1,6 @@
 """Kill -9 of any relay at any moment of a broadcast: every survivor ends with the newest version, and none is ever torn.
 
-Real processes, TCP by ZeroMQ, a real Redis for the heartbeats; one store a simulated machine.
+Real processes, TCP by ZeroMQ and shared memory, a real Redis for the heartbeats; one store a simulated machine.
 """
 
 import os
@@ -33,10 +33,10 @@ BYTES_PER_SECOND = 4e6
 class Relays:
     """Relay processes, one a machine, and the trainer's publisher beside the master."""
 
-    def __init__(self, root: Path, redis_url: str, model_files: Path) -> None:
+    def __init__(self, root: Path, redis_url: str, model_files: Path, transport: str) -> None:
         script = Path(__file__).with_name("relay_child.py")
         self._forker = subprocess.Popen(
-            [sys.executable, str(script), str(root), redis_url, str(BYTES_PER_SECOND)],
+            [sys.executable, str(script), str(root), redis_url, str(BYTES_PER_SECOND), transport],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -111,12 +111,12 @@ class Reader(threading.Thread):
                     self.problems.append(f"{name} {version}: {error!r}")
 
 
-@pytest.fixture(scope="module")
-def relays(valkey, tmp_path_factory):
+@pytest.fixture(scope="module", params=["zmq", "auto"])
+def relays(valkey, tmp_path_factory, request):
     model_files = tmp_path_factory.mktemp("model")
     (model_files / "config.json").write_text('{"model_type": "llama"}')
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-        relays = Relays(Path(root), valkey.url, model_files)
+        relays = Relays(Path(root), valkey.url, model_files, request.param)
         yield relays
         relays.close()
 

@@ -62,6 +62,9 @@ async def test_relays_find_each_other_and_a_version_reaches_the_last(start, tmp_
     await eventually(lambda: first.newest() == last_store.newest() == version)
     status = await last.status()
     assert (status.newest, status.address, status.is_master, status.is_blocked) == ("0.1", "last", False, False)
+    async with asyncio.timeout(10):  # it takes from the master until it has heard of the first
+        while ((status := await last.status()).upstream, status.carrier) != ("first", "memory"):
+            await asyncio.sleep(0.005)
     assert [report.version for report in reports] == ["0.1"]
     publisher.close()
 
@@ -118,6 +121,6 @@ async def test_with_redis_lost_the_last_list_is_kept(run_id, caplog):
 
 
 def test_a_heartbeat_survives_the_wire():
-    place = {"address": "1.2.3.4:5", "is_master": True, "upstream": "m", "receiving": "0.4", "joined": 2.0}
+    place = {"address": "1.2.3.4:5", "is_master": True, "upstream": "m", "carrier": "TCP", "receiving": "0.4", "joined": 2.0}
     status = RelayStatus("n", "host", 7, "folder", "0.3", ("0.2", "0.3"), 1.5, **place)
     assert RelayStatus.from_json(status.to_json()) == status
