@@ -42,7 +42,7 @@ def test_the_72b_model_loses_its_share_of_bytes_between_phases():
     assert large / small == pytest.approx(145.4 / 65.6)
 
 
-@pytest.mark.parametrize(("num_replicas", "answers"), [(4, 2048), (64, 896)])
+@pytest.mark.parametrize(("num_replicas", "answers"), [(4, 2048), (64, 768)])
 def test_a_replica_of_ours_begins_its_share_of_a_batch_or_what_the_fit_says(num_replicas, answers):
     """8,192 answers over 4 replicas are 2,048."""
     ours = paper_system("laminar", num_replicas)
