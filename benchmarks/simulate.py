@@ -6,11 +6,12 @@ simulator's fitted constants were fitted on the 32B model alone (`laminar/simula
 simulates fewer steps a run. Value: median absolute error of figure 11; `holds` is true only if every bar holds.
 
 The 7B model is judged with figure 2's lengths (mean 2,165 tokens). Figure 17's (mean 5,531), which it is said to have, are
-played too and printed beside, unjudged, because with them the paper contradicts itself. Its one-step system takes 746, 730
-and 717 s a step with 48, 96 and 216 GPUs that generate: what does not get shorter with four times the GPUs is the longest
-answer, and 717 s for 16,384 tokens are 44 ms a token. The 32B model's longest answer takes 27 ms a token, the 72B model's
-30; figure 4 has 10 ms for the 40 answers that a GPU of the 7B model has. No constant of a machine makes the smallest model
-the slowest. With figure 2's lengths it takes 18 ms. `one_step_floor` has these figures.
+played too and printed beside, unjudged: nothing that the simulator knows gives figure 11's times with them. The one-step
+system takes 746, 730 and 717 s a step with 48, 96 and 216 GPUs that generate: what does not get shorter with four times the
+GPUs is the longest answer, and 717 s for 16,384 tokens are 44 ms a token. The 32B model's longest answer takes 27 ms a
+token, the 72B model's 30; figure 4 has 10 ms for the 40 answers that a GPU of the 7B model has. No speed of GPUs or hosts
+makes the smallest model the slowest. With figure 2's lengths it takes 18 ms. `one_step_floor` has these figures; `README.md` has what
+could explain them otherwise (a path of 64,000 tokens/s that all answers share), and what speaks for figure 17.
 """
 
 import argparse
@@ -188,8 +189,8 @@ def one_step_floor(model: Model, lengths: str) -> dict[str, Any]:
     """The paper's one-step system at its largest scales, were its answers of these lengths.
 
     Returns:
-        Seconds a step at each scale, tokens of the longest answer expected in a batch, and milliseconds a token of it that
-        the shortest step leaves.
+        Seconds a step at each scale, tokens of the longest answer expected in a batch, milliseconds a token of it that the
+        shortest step leaves, and the tokens/s of that step.
     """
     workload = paper_workload(model, lengths)
     answers = GROUP_SIZE * PROMPTS_PER_STEP
@@ -200,6 +201,7 @@ def one_step_floor(model: Model, lengths: str) -> dict[str, Any]:
         "seconds_a_step": [round(tokens / rate) for rate in rates],
         "longest_answer_tokens": longest,
         "milliseconds_a_token": round(1000 * tokens / max(rates) / longest, 1),
+        "tokens_per_second": max(rates),
     }
 
 

@@ -66,6 +66,7 @@ def test_with_figure_17s_lengths_the_papers_smallest_model_would_be_its_slowest(
     assert floor["seconds_a_step"] == pytest.approx(seconds, rel=0.02)
     assert floor["longest_answer_tokens"] == pytest.approx(16_384, rel=0.01)
     assert floor["milliseconds_a_token"] == pytest.approx(milliseconds, rel=0.02)
+    assert floor["tokens_per_second"] == {"7B": 63690, "32B": 63871}[model]
 
 
 def test_the_7b_model_is_judged_with_figure_2s_lengths_and_the_others_with_figure_17s():
