@@ -10,8 +10,8 @@ played too and printed beside, unjudged: nothing that the simulator knows gives 
 system takes 746, 730 and 717 s a step with 48, 96 and 216 GPUs that generate: what does not get shorter with four times the
 GPUs is the longest answer, and 717 s for 16,384 tokens are 44 ms a token. The 32B model's longest answer takes 27 ms a
 token, the 72B model's 30; figure 4 has 10 ms for the 40 answers that a GPU of the 7B model has. No speed of GPUs or hosts
-makes the smallest model the slowest. With figure 2's lengths it takes 18 ms. `one_step_floor` has these figures; `README.md` has what
-could explain them otherwise (a path of 64,000 tokens/s that all answers share), and what speaks for figure 17.
+makes the smallest model the slowest. With figure 2's lengths it takes 18 ms. `one_step_floor` has these figures; `README.md`
+has what could explain them otherwise (a path of 64,000 tokens/s that all answers share), and what speaks for figure 17.
 """
 
 import argparse
