@@ -24,6 +24,8 @@ class Engine:
         prefill_tokens_per_second: context computed in a second; decoding stands still meanwhile.
         overhead_seconds: that a step takes on top of `times`, whatever the batch: what the host does between steps.
         request_overhead_seconds: the same, for every request of the batch.
+        step_costs: for each number of requests up to `max_running`, seconds of a step without context, and for each token
+            of it; follows from the others, once for all replicas.
     """
 
     times: StepTimes
@@ -33,14 +35,15 @@ class Engine:
     prefill_tokens_per_second: float = 30_000.0
     overhead_seconds: float = 0.0
     request_overhead_seconds: float = 0.0
+    step_costs: tuple[list[float], list[float]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "capacity_tokens", "max_running", "prefill_tokens_per_second"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"engine: {name} is {getattr(self, name)}; it must be above 0")
+        object.__setattr__(self, "step_costs", self._step_costs())
 
-    def step_costs(self) -> tuple[list[float], list[float]]:
-        """For each number of requests up to `max_running`: seconds of a step without context, and for each token of it."""
+    def _step_costs(self) -> tuple[list[float], list[float]]:
         alone = self.times.step_seconds(1, 0)
         fixed = [alone + self.overhead_seconds + n * self.request_overhead_seconds for n in range(self.max_running + 1)]
         reference = self.times.context_tokens

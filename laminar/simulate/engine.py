@@ -47,7 +47,7 @@ class SimulatedEngine:
 
     def __init__(self, env: Environment, engine: Engine, on_turn_end: Callable[[Request], None]) -> None:
         self._env, self._engine, self._on_turn_end = env, engine, on_turn_end
-        self._fixed, self._by_token = engine.step_costs()
+        self._fixed, self._by_token = engine.step_costs
         self._ends: list[tuple[float, int, Request]] = []
         self._numbers = count()
         self._steps, self._debt, self._since, self._planned = 0.0, 0.0, 0.0, 0.0

@@ -124,9 +124,10 @@ class Recorder:
         if self._begun is None:
             return
         for request in requests:
-            masked = request.over_age_tokens(oldest_trained)
-            self._staleness[trained_on - max(request.oldest, oldest_trained)] += 1
-            self._at_end[request.published_at_end - request.oldest] += 1
+            oldest = request.oldest
+            masked = request.over_age_tokens(oldest_trained) if oldest < oldest_trained else 0.0
+            self._staleness[trained_on - max(oldest, oldest_trained)] += 1
+            self._at_end[request.published_at_end - oldest] += 1
             self._latencies.append(request.ended_at - request.started_at)
             self._tokens += request.context
             self._sampled += request.sampled

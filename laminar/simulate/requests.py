@@ -39,7 +39,10 @@ class Request:
     @property
     def oldest(self) -> int:
         """The oldest version that sampled a token of it."""
-        return min((version for version, _ in self.spans), default=self.group.claimed_at_version)
+        spans = self.spans
+        if len(spans) == 1:
+            return spans[0][0]
+        return min((version for version, _ in spans), default=self.group.claimed_at_version)
 
     def note_version(self, version: int) -> None:
         """From here on `version` samples; a version that has sampled nothing leaves no trace."""

@@ -1,5 +1,7 @@
 """The simulated engine and lockstep systems against sums done by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from simpy import Environment
@@ -141,3 +143,20 @@ def test_weights_cost_what_their_bytes_take():
     assert transfers.arrival_seconds(0) < transfers.arrival_seconds(9)
     grown = transfers.global_sync_seconds(64 * 8) / transfers.global_sync_seconds(4 * 8)
     assert grown == pytest.approx(1 + 4 * transfers.sync_level_share)
+
+
+def test_what_a_step_costs_follows_from_the_engine_it_is_of():
+    """10 ms alone and 2 ms for each further request at 1,000 tokens; 3 requests: 4 ms over 3,000 tokens."""
+    fixed, by_token = engine(GROWING, max_running=3).step_costs
+    assert fixed == pytest.approx([0.010] * 4)
+    assert by_token == pytest.approx([0.0, 0.0, 1e-6, 4e-3 / 3000])
+    slower = replace(engine(GROWING, max_running=3), overhead_seconds=0.005)
+    assert slower.step_costs[0] == pytest.approx([0.015] * 4)
+
+
+@pytest.mark.parametrize(
+    ("spans", "oldest"), [([], 7), ([(8, 0.0)], 8), ([(8, 0.0), (9, 5.0)], 8), ([(8, 0.0), (6, 5.0)], 6)]
+)
+def test_the_oldest_version_of_an_answer_is_the_least_that_sampled_it_or_its_claim(spans, oldest):
+    answer = Request(Group(0, 7, None), 10.0, (10.0,), 0.0, 0.0, spans=spans)
+    assert answer.oldest == oldest
