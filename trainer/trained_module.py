@@ -62,6 +62,8 @@ class TrainedModule:
         )
         self.is_replicated = zero_stage(config, dtype) == 0
         self.is_partitioned = zero_stage(config, dtype) == 3
+        if self.is_replicated:  # else DeepSpeed does the same
+            claim_memory(self._adam)
         self._engine = initialize_deepspeed(module, dtype, self._adam, config)
         self._is_alone = self.is_replicated and ranks.world_size == 1
         if self._is_alone:  # else DeepSpeed copies every gradient into one buffer and back
@@ -114,3 +116,15 @@ class TrainedModule:
             ConfigError: if it is of another model.
         """
         restore(self._shares, self._adam.state, saved, weights=not self.is_replicated)
+
+
+@torch.no_grad()
+def claim_memory(adam: torch.optim.AdamW) -> None:
+    """Make Adam's state, as its first update would, and write each weight once: it may be mapped from its file until then.
+
+    While a run starts this costs nothing; in the first step it takes seconds, and a lack of memory would show only there.
+    """
+    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+        parameter.mul_(1)
+        moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+        adam.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from laminar.allocator import KEEP_ALL
 from laminar.config.root import LaminarConfig
 
 RUN_ID_VARIABLE = "LAMINAR_RUN_ID"
@@ -84,7 +85,7 @@ def trainer_specs(config: LaminarConfig, meeting: str, master_node: str = "") ->
             num_cpus=trainer.num_threads,
             num_gpus=trainer.num_gpus_per_rank,
             num_threads=trainer.num_threads,
-            environment={} if trainer.num_gpus_per_rank else {"DS_ACCELERATOR": "cpu"},
+            environment={} if trainer.num_gpus_per_rank else {"DS_ACCELERATOR": "cpu", **KEEP_ALL},
             node_id=master_node if rank == 0 else "",
             is_wish=True,
         )

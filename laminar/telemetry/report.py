@@ -90,7 +90,8 @@ def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]])
         f"{100 * figures['generated_during_steps_ratio']:.0f} % of the generated tokens were made while a step ran",
     )
     table.add_row(
-        "memory", f"{float(facts['peak_resident_bytes']) / 1e9:.2f} GB resident at the peak, all processes together, without shared memory"
+        "memory",
+        f"{float(facts['peak_resident_bytes']) / 1e9:.2f} GB at the peak, all processes together, without shared memory",
     )
     if facts["restarts"]:
         table.add_row("restarts", ", ".join(f"{role}: {count}" for role, count in facts["restarts"].items()))

@@ -1,11 +1,14 @@
 """Keeping freed memory: the blocks of one size are the same pages again."""
 
 import ctypes
+import os
 import resource
 import subprocess
 import sys
 
 import pytest
+
+from laminar.allocator import KEEP_ALL
 
 FAULTS = """
 import resource
@@ -49,3 +52,24 @@ print(is_exempt, seen() is None)
 def test_what_was_there_is_exempt_and_a_new_cycle_is_still_found():
     done = subprocess.run([sys.executable, "-c", CYCLE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
+
+
+ALL = """
+import resource
+from laminar.allocator import keep_freed_memory
+assert keep_freed_memory()
+usage = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+bytes(100_000_000)
+before = usage()
+for _ in range(5):
+    bytes(b"x" * 50_000_000) + bytes(50_000_000)
+print(usage() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another allocator than glibc's")
+def test_a_trainer_keeps_blocks_of_any_size():
+    """The largest live at once, 200 MB, are faulted in once, not five times."""
+    command = [sys.executable, "-c", ALL]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **KEEP_ALL})
+    assert int(done.stdout) < 2 * 200_000_000 / resource.getpagesize()
