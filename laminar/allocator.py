@@ -8,8 +8,8 @@ Imported libraries are some hundred thousand objects, which every full collectio
 small ones, which make collections frequent (a fifth of the time to read a batch of 200-token trajectories).
 
 A trainer on a CPU needs the same gigabyte of gradients and logits at every step, much of it in blocks above that limit: with
-`KEEP_ALL` in its environment it faults no page after the second step (SmolLM2-135M, a small step alone on a machine: a tenth of
-the time; beside others more).
+`KEEP_ALL` in its environment it faults no page after the second step (SmolLM2-135M, a small step alone on a machine: a tenth
+of the time; beside others more).
 
 This module does not know who calls it.
 """
