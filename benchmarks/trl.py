@@ -4,8 +4,8 @@ The same task, model, rewards, batch and loss (4 prompts of 8, tiny: 8; one upda
 uninformative groups are trained by both) on the same two cores: TRL 1.16.0's `GRPOTrainer`, unmodified, one process of two
 threads on `transformers.generate`; TRL's `AsyncGRPOTrainer` on our engine, with shims (`trl_async_side`), one thread each;
 ours, one worker's engine and one trainer of one thread each. Both asynchronous ones have `max_staleness` 4, and keep caches
-when weights change. Each trains for a fixed time; start-up (until models are loaded and engines listen; ours: until the first
-group is claimed) is told apart.
+when weights change. Each trains for a fixed time; start-up (until models are loaded and engines listen; ours: until the
+first group is claimed) is told apart.
 
 `tiny` is the 76k-parameter model, `smollm2` SmolLM2-135M on few-shot sums, both with answers of a few tokens;
 `smollm2_tails` has 5 % of prompts whose answers go on for 64 tokens. Rewards are noted by one function on both sides.
