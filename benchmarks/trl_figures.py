@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TARGET, WINDOW = 0.6, 64
-"""The mean reward that is to be reached, over so many of the last judged sums."""
+TARGET, WINDOW = 0.6, 256
+"""The mean reward that is to be reached, over so many of the last judged sums, of 32 prompts. Over eight prompts (64 sums)
+the untrained model had means of 0.25 to 0.67, so that who came first was luck."""
 
 
 @dataclass(frozen=True, slots=True)

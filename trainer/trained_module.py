@@ -120,11 +120,15 @@ class TrainedModule:
 
 @torch.no_grad()
 def claim_memory(adam: torch.optim.AdamW) -> None:
-    """Make Adam's state, as its first update would, and write each weight once: it may be mapped from its file until then.
+    """Take the memory of the first step now, where it costs nothing: there it takes seconds, and a lack would show late.
 
-    While a run starts this costs nothing; in the first step it takes seconds, and a lack of memory would show only there.
+    That is Adam's state, as its first update would make it; own copies of weights, which may be mapped from their file until
+    they are written; and all gradients once, which a process under `laminar.allocator.KEEP_ALL` keeps room for.
     """
-    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
+    gradients = [torch.zeros_like(parameter) for parameter in parameters]
+    del gradients
+    for parameter in parameters:
         parameter.mul_(1)
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
         adam.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
