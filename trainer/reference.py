@@ -10,6 +10,7 @@ from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
 from trainer.adapters import Adapters
 from trainer.batches import Layout
+from trainer.deepspeed_setup import zero_stage
 from trainer.layout import model_layout, wants_flash
 from trainer.model import load_model
 from trainer.packing import PackedRows
@@ -44,7 +45,10 @@ class Reference:
                 "give a model with the same tokenizer"
             )
         model = model.requires_grad_(False).eval()
-        self.layout = model_layout(model, config.trainer, ranks)
+        is_partitioned = (
+            zero_stage(config.trainer, model.dtype) == 3
+        )  # it is not; but what the policy computes, it rounds alike
+        self.layout = model_layout(model, config.trainer, ranks, is_partitioned=is_partitioned)
         self._policy = Policy(model, group=ranks.sequence, layout=self.layout)
         self._device = ranks.device
         self._home = torch.device("cpu") if config.trainer.keep_reference_on == "cpu" else ranks.device
