@@ -45,9 +45,8 @@ class Reference:
                 "give a model with the same tokenizer"
             )
         model = model.requires_grad_(False).eval()
-        is_partitioned = (
-            zero_stage(config.trainer, model.dtype) == 3
-        )  # it is not; but what the policy computes, it rounds alike
+        # It is whole under ZeRO 3 too; but laid out as the policy, so that both round alike.
+        is_partitioned = zero_stage(config.trainer, model.dtype) == 3
         self.layout = model_layout(model, config.trainer, ranks, is_partitioned=is_partitioned)
         self._policy = Policy(model, group=ranks.sequence, layout=self.layout)
         self._device = ranks.device
