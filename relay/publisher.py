@@ -60,7 +60,7 @@ class PublishReport:
 
 
 class Publisher:
-    """Writes weight versions into a store. Every trainer rank may make one; only rank 0's writes, or lets all write (`fill`).
+    """Writes weight versions into a store. Every trainer rank makes one; only rank 0's writes, or lets all write (`fill`).
 
     Args:
         store: this machine's store.
