@@ -7,10 +7,11 @@ Does not know how tensors are gathered (`trainer.publishing`), who reads, or oth
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,15 +22,18 @@ from laminar.errors import ConfigError, DeadlineError, RelayError
 from laminar.types import WeightVersion
 from relay.locks import FileLock
 from relay.manifest import CHUNK_BYTES, Layout, Manifest, load_layout
-from relay.pinning import pin_slots, unpin_slots
+from relay.pinning import computed_so_far, pin_slots, run_beside, unpin_slots
 from relay.probe import Probe
 from relay.reveal import reveal
 from relay.slots import Slot
-from relay.store import PUBLISHER, VersionStore, kept_versions, open_store
+from relay.store import PUBLISHER, RANK, VersionStore, kept_versions, open_store
 from relay.writing import fill_slot, piece_checksums
 
 Until = Literal["begun", "copied", "visible"]
 """What a publish waits for: a free slot; that its tensors may change; that readers see the version."""
+
+Fill = Callable[[Slot, Layout], Callable[[], None]]
+"""Called with a locked slot where `publish` was called; what it returns fills the slot, perhaps in another thread."""
 
 COPY_SECONDS, FINISH_SECONDS = 600.0, 600.0
 """Deadlines of a version's copy, and of its checksums and appearance: hundreds of times what large models take."""
@@ -56,7 +60,7 @@ class PublishReport:
 
 
 class Publisher:
-    """Writes weight versions into a store. Every trainer rank makes one; only rank 0 writes.
+    """Writes weight versions into a store. Every trainer rank makes one; only rank 0's writes, or lets all write (`fill`).
 
     Args:
         store: this machine's store.
@@ -66,7 +70,7 @@ class Publisher:
         chunk_bytes: length of a checksummed piece; None: what the chain of relays advises, else `CHUNK_BYTES`.
 
     Raises:
-        RelayError: if another living process publishes into the store.
+        RelayError: if another living process publishes into the store, or a rank of an earlier one still lives.
         ConfigError: if `model_files` has no config.json.
     """
 
@@ -87,6 +91,7 @@ class Publisher:
         self._finishing: Future[None] | None = None
         """Checksums and appearance of the version that was copied last, where its publish did not wait for them."""
         if rank == 0:
+            store.hold(RANK).release()  # no rank of a dead publisher still writes
             self._lock = store.hold(PUBLISHER)
             store.clean_partial()
             stage_model_files(model_files, store.model_files)
@@ -114,6 +119,7 @@ class Publisher:
         probe: Probe | None = None,
         *,
         until: Until = "visible",
+        fill: Fill | None = None,
     ) -> PublishReport:
         """Make a version visible to this machine's readers, or nothing at all.
 
@@ -127,6 +133,7 @@ class Publisher:
             until: what to wait for. `copied`: checksums and appearance follow in a thread, and what they raise is raised by
                 the next call or by `settle`. `begun`: so does the copy, on GPUs beside the stream that computes; call
                 `finish_copy` before the tensors change.
+            fill: what fills the slot if `tensors` are not read, because each rank writes its share; after `prepare`.
 
         Raises:
             RelayError: if a newer version exists, or a tensor does not fit the layout (named); nothing is published then.
@@ -150,10 +157,11 @@ class Publisher:
         if slot is None:
             return PublishReport(time.perf_counter() - started, 0, skipped=True, reason=self._why_full())
         chunk_bytes = self._chunk_bytes or self._store.advised_chunk_bytes() or CHUNK_BYTES
+        copy = self._begin(slot, fill or (lambda slot, layout: partial(fill_slot, slot, layout, tensors)), layout)
         if until == "begun":
-            self._copying = self._thread.submit(self._copy_beside, slot, layout, tensors, _computed())
+            self._copying = self._thread.submit(_timed, partial(run_beside, computed_so_far(), copy))
         else:
-            self._copy(slot, layout, tensors)
+            copy()
         self._finishing = self._thread.submit(self._finish, self._copying, version, slot, layout, chunk_bytes, probe)
         if until == "visible":
             self.settle()
@@ -201,27 +209,13 @@ class Publisher:
         if self._lock is not None:
             self._lock.release()
 
-    def _copy(self, slot: Slot, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill a slot; what fails gives it back."""
+    def _begin(self, slot: Slot, fill: Fill, layout: Layout) -> Callable[[], None]:
+        """What fills a slot; what fails gives it back, now or then."""
         with ExitStack() as undo:
             undo.callback(slot.unlock)
-            fill_slot(slot, layout, tensors)
+            copy = fill(slot, layout)
             undo.pop_all()
-
-    def _copy_beside(
-        self, slot: Slot, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]], computed: torch.cuda.Event | None
-    ) -> float:
-        """The same in the thread, while the trainer computes on; the seconds it took."""
-        started = time.perf_counter()
-        if computed is None:
-            self._copy(slot, layout, tensors)
-        else:
-            stream = torch.cuda.Stream(computed.device)
-            stream.wait_event(computed)
-            with torch.cuda.stream(stream):
-                self._copy(slot, layout, tensors)
-            stream.synchronize()
-        return time.perf_counter() - started
+        return partial(_copy, slot, copy)
 
     def _finish(
         self,
@@ -260,11 +254,18 @@ class Publisher:
         return f"all {len(self._slots)} slots are kept or leased; versions still read besides the kept: {', '.join(leased)}"
 
 
-def _computed() -> torch.cuda.Event | None:
-    """When the GPU has computed what was asked of it so far; None without one."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return None
-    return torch.cuda.current_stream().record_event()
+def _copy(slot: Slot, copy: Callable[[], None]) -> None:
+    with ExitStack() as undo:
+        undo.callback(slot.unlock)
+        copy()
+        undo.pop_all()
+
+
+def _timed(work: Callable[[], None]) -> float:
+    """The seconds that it took."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def open_publisher(

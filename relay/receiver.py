@@ -21,7 +21,7 @@ from relay.manifest import Manifest
 from relay.messages import Alive, Chunk, FetchFiles, Files, Gone, Message, More, Offer, Pull, Want, to_ranges
 from relay.shelf import Shelf, describe_files, unpack_files
 from relay.slots import Slot
-from relay.store import PUBLISHER, VersionStore
+from relay.store import PUBLISHER, RANK, VersionStore
 from relay.transports.base import Received
 
 
@@ -63,6 +63,7 @@ class Receiver:
         self, store: VersionStore, shelf: Shelf, limits: HopLimits, report: Callable[[HopReport], None] = lambda _: None
     ) -> None:
         self._store, self._shelf, self._limits, self._report = store, shelf, limits, report
+        store.hold(RANK).release()  # where a trainer was, none of its ranks still writes
         self._lock: FileLock = store.hold(PUBLISHER)
         store.clean_partial()
         self._slots: list[Slot] = []

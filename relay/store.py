@@ -2,6 +2,7 @@
 
     <root>/laminar-<run_id>-<node_id>/
         owner.lock publisher.lock     held by the living relay and publisher
+        rank.lock                     shared by the trainer ranks that write into slots which the publisher locked for them
         chunk_bytes                   how long the chain wants the checksummed pieces, if it has other machines
         model_files/                  config, tokenizer: staged once, linked into every version
         slots/0.safetensors ...       rewritten in place
@@ -29,6 +30,7 @@ WEIGHTS_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.json"
 OWNER = "owner"
 PUBLISHER = "publisher"
+RANK = "rank"
 PARTIAL_PREFIX = ".partial-"
 REMOVED_PREFIX = ".removed-"
 STORE_PREFIX = "laminar-"
@@ -84,7 +86,7 @@ class VersionStore:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def hold(self, role: str) -> FileLock:
-        """Become the store's one `OWNER` or `PUBLISHER`, until released or dead.
+        """Become the store's one `OWNER` or `PUBLISHER`, until released or dead; as `RANK`, see that no old one lives.
 
         Raises:
             RelayError: if a living process is it already.

@@ -50,6 +50,11 @@ def piece_checksums(slot: Slot, chunk_bytes: int) -> tuple[str, ...]:
     return tuple(checksum(data[start : start + chunk_bytes]) for start in range(0, len(data), chunk_bytes))
 
 
+def flat_place(file: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Where a tensor lies in a file's bytes: its elements, 1-D, not copies."""
+    return file[spec.offset : spec.offset + spec.nbytes].view(TORCH_DTYPES[spec.dtype])
+
+
 def _spec_of(name: str, layout: Layout, written: set[str]) -> TensorSpec:
     if name in written:
         raise RelayError(f"tensor {name!r} was published twice in one version")
@@ -69,7 +74,7 @@ def _checked(name: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _place(file: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    return file[spec.offset : spec.offset + spec.nbytes].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+    return flat_place(file, spec).view(spec.shape)
 
 
 def _check_alias(name: str, tensor: torch.Tensor, layout: Layout, file: torch.Tensor) -> None:

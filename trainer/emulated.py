@@ -21,6 +21,7 @@ from laminar.errors import ConfigError
 from laminar.experience.answers import Frontier
 from laminar.types import Trajectory
 from relay.probe import Probe
+from relay.publisher import Fill
 from trainer.batch_metrics import batch_metrics
 from trainer.checkpoint_folder import EXTRA, begin, complete, find_latest, oldest_step, read_extra
 from trainer.progress import Progress
@@ -60,6 +61,7 @@ class EmulatedSession:
         self.saved_step = self._step = self.progress.step
         self.replayed: list[SpooledStep] = []
         self.probe: Probe | None = None  # it has no forward pass
+        self.fill: Fill | None = None  # one rank writes
 
     def state_tensors(self) -> Generator[tuple[str, Tensor]]:
         """The weights of the present step."""

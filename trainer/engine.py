@@ -128,7 +128,7 @@ class TrainerEngine:
         """
         parameters = gathered(self.model.named_parameters()) if self.adapters is None else self.adapters.merged_tensors()
         yield from parameters
-        yield from self._buffers()
+        yield from self.buffers()
 
     def state_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """What `state_tensors` will give, as tensors without data; nothing is gathered."""
@@ -136,7 +136,12 @@ class TrainerEngine:
             yield from ((name, without_data(parameter)) for name, parameter in self.model.named_parameters())
         else:
             yield from self.adapters.merged_shapes()
-        yield from ((name, without_data(buffer)) for name, buffer in self._buffers())
+        yield from ((name, without_data(buffer)) for name, buffer in self.buffers())
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's persistent buffers, which every rank has whole; not copies."""
+        persistent = self.model.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)
 
     @property
     def is_partitioned(self) -> bool:
@@ -163,7 +168,7 @@ class TrainerEngine:
             ConfigError: if a name or a shape is another model's.
         """
         if self.adapters is None:
-            load_tensors([*self.model.named_parameters(), *self._buffers()], weights, self.config.model.path)
+            load_tensors([*self.model.named_parameters(), *self.buffers()], weights, self.config.model.path)
         else:
             self.adapters.load(weights, "trainer.lora describes")
         self._policy.load_optimizer(optimizer)
@@ -172,7 +177,3 @@ class TrainerEngine:
         if self.adapters is not None and not self.config.model.reference:
             return FrozenPolicy(self.adapters, self.score, layout)
         return Reference(self.config, self.ranks, vocabulary_size)
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        persistent = self.model.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)

@@ -4,8 +4,9 @@ Order: first the number (it frees the slots of the step's groups), then the weig
 number that the data module does not know. A version that finds every slot leased is offered again until it is complete or
 superseded.
 
-The copy goes on beside the forward and backward passes of the next step and ends before its first update. Only rank 0
-writes. Under ZeRO 3 no rank has whole weights: whoever takes the tensors makes all ranks gather them, bucket by bucket
+The copy goes on beside the forward and backward passes of the next step and ends before its first update. Where all ranks
+are on this machine, each writes its share of it (`trainer.shares`). Elsewhere, and with adapters, only rank 0 writes; under
+ZeRO 3 no rank has whole weights then: whoever takes the tensors makes all ranks gather them, bucket by bucket
 (`trainer.gathering`), so what a publish needs beside the slot is one bucket on each rank, and training waits for it.
 """
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from laminar.types import WeightVersion
 from relay.manifest import load_layout
 from relay.probe import Probe
-from relay.publisher import Publisher
+from relay.publisher import Fill, Publisher, Until
 
 logger = logging.getLogger("laminar.trainer.publishing")
 
@@ -67,10 +68,17 @@ class WeightPublisher:
         publisher: of the machine's store.
         weights: what is published.
         probe: gives what these weights make of fixed tokens (`relay.probe`).
+        fill: what fills a slot where every rank writes its share; None: whole weights are read here.
     """
 
-    def __init__(self, publisher: Publisher, weights: Weights, probe: Callable[[], Probe | None] = lambda: None) -> None:
-        self._publisher, self._weights, self._probe = publisher, weights, probe
+    def __init__(
+        self,
+        publisher: Publisher,
+        weights: Weights,
+        probe: Callable[[], Probe | None] = lambda: None,
+        fill: Fill | None = None,
+    ) -> None:
+        self._publisher, self._weights, self._probe, self._fill = publisher, weights, probe, fill
         self._is_prepared = False
         self._unpublished: WeightVersion | None = None
         self._stalled_seconds, self._copy_seconds = 0.0, 0.0
@@ -95,11 +103,14 @@ class WeightPublisher:
             self._is_prepared = True
         self.free_weights()
         tensors, probe = self._weights.state_tensors(), self._probe()
-        if beside and not self._weights.is_partitioned:
-            report = self._publisher.publish(version, tensors, probe, until="begun")
+        until: Until = "visible"
+        if beside:
+            until = "copied" if self._weights.is_partitioned and self._fill is None else "begun"
+        if until == "begun":
+            report = self._publisher.publish(version, tensors, probe, until=until, fill=self._fill)
         else:
             with contextlib.closing(tensors):  # whatever fails, no other rank waits
-                report = self._publisher.publish(version, tensors, probe, until="copied" if beside else "visible")
+                report = self._publisher.publish(version, tensors, probe, until=until, fill=self._fill)
             self._copy_seconds = report.seconds
         self._unpublished = version if report.skipped else None
         if report.skipped:

@@ -7,6 +7,7 @@ It knows neither the data module nor the relay.
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from laminar.experience.answers import Frontier
 from laminar.plugins import resolve, validate_options
 from laminar.types import Trajectory
 from relay.probe import Probe
+from relay.publisher import Fill
 from trainer.algorithms import ALGORITHM_OPTIONS, ALGORITHMS
 from trainer.algorithms.base import Algorithm
 from trainer.checkpoint import agree_on_latest, load, save
@@ -27,6 +29,7 @@ from trainer.probing import score_probe
 from trainer.progress import Progress
 from trainer.ranks import join_ranks
 from trainer.replay import replay
+from trainer.shares import join_shares
 from trainer.spool import ReplaySpool
 from trainer.spool_file import SpooledStep
 from trainer.step import Fetch, Groups, StepReport, train_step
@@ -54,6 +57,11 @@ class Session(Protocol):
     @property
     def is_partitioned(self) -> bool:
         """Whether reading the weights makes all ranks gather."""
+        ...
+
+    @property
+    def fill(self) -> Fill | None:
+        """What fills a slot where every rank writes its share; None: whole weights are to be read."""
         ...
 
     def state_tensors(self) -> Generator[tuple[str, Tensor]]:
@@ -100,6 +108,7 @@ class TrainingSession:
         rank: this rank.
         store: where ranks meet; None for one rank.
         fetch: how ranks other than 0 get their rows.
+        node_id: this rank's machine; on one machine all ranks publish (`trainer.shares`).
 
     Attributes:
         saved_step: step of the newest checkpoint that is loaded or was saved; 0 without one.
@@ -108,7 +117,13 @@ class TrainingSession:
     """
 
     def __init__(
-        self, config: LaminarConfig, checkpoints: Path, rank: int, store: Store | None, fetch: Fetch | None
+        self,
+        config: LaminarConfig,
+        checkpoints: Path,
+        rank: int,
+        store: Store | None,
+        fetch: Fetch | None,
+        node_id: str = "",
     ) -> None:
         self._config, self._checkpoints, self._fetch = config, checkpoints, fetch
         ranks = join_ranks(
@@ -121,6 +136,9 @@ class TrainingSession:
         )
         self.algorithm = build_algorithm(config)
         self.engine = TrainerEngine(config, ranks, self.algorithm.needs)
+        self._shares = join_shares(self.engine, store, node_id)
+        if self._shares is not None and not ranks.is_first:
+            self.engine.before_update = self._shares.finish
         self.spool = ReplaySpool(checkpoints)
         self.progress, self.frontier = self._resume()
         self.saved_step = self.progress.step
@@ -131,6 +149,12 @@ class TrainingSession:
     def is_partitioned(self) -> bool:
         """Whether ranks have only shares of the weights, which all gather together."""
         return self.engine.is_partitioned
+
+    @property
+    def fill(self) -> Fill | None:
+        """Rank 0: what fills a slot where every rank writes its share; None: whole weights are to be read."""
+        shares = self._shares
+        return None if shares is None else partial(shares.fill, lambda order: self._command(f"share {order}"))
 
     def state_tensors(self) -> Generator[tuple[str, Tensor]]:
         """Rank 0: the full model under its Hugging Face names; where ranks have only shares, all gather them together."""
@@ -192,14 +216,17 @@ class TrainingSession:
         ranks = self.engine.ranks
         while True:
             note("wait")
-            word, number = ranks.decide(lambda: b"").decode().split()
+            word, order = ranks.decide(lambda: b"").decode().split(" ", 1)
             note("checkpoint" if word == "save" else "train" if word == "train" else "wait")
             match word:
                 case "train":
-                    train_step(self.engine, self.algorithm, None, int(number), fetch=self._fetch)
+                    train_step(self.engine, self.algorithm, None, int(order), fetch=self._fetch)
                     score_probe(self.engine)
                 case "save":
-                    self._save(int(number), {})
+                    self._save(int(order), {})
+                case "share":
+                    assert self._shares is not None  # rank 0 has shares, so all have
+                    self._shares.begin(order)
                 case "gather":
                     for _ in self.engine.state_tensors():
                         pass

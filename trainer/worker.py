@@ -137,7 +137,7 @@ class TrainerRank:
         checkpoints = self._context.run_folder / "checkpoints"
         if self._config.trainer.kind == "emulated":
             return EmulatedSession(self._config, checkpoints)
-        return TrainingSession(self._config, checkpoints, self._rank, store, self._fetch)
+        return TrainingSession(self._config, checkpoints, self._rank, store, self._fetch, self._context.node_id)
 
     def _fetch(self, group_ids: Sequence[str]) -> list[tuple[Trajectory, ...]]:
         """Get groups from the torch thread; the connection belongs to the event loop."""
@@ -158,7 +158,7 @@ class TrainerRank:
         session, buffer, telemetry = self._session, self._buffer, self._telemetry
         weights = open_store(self._config, self._context.run_id, self._context.node_id)
         relay = Publisher(weights, Path(self._config.model.path))
-        publisher = WeightPublisher(relay, session, lambda: session.probe)
+        publisher = WeightPublisher(relay, session, lambda: session.probe, session.fill)
         authority = Authority(buffer, publisher, weights.newest, telemetry, self._thread, session.progress, session.frontier)
         await authority.open(len(session.replayed))
         self._loop = TrainingLoop(self._config, session, publisher, buffer, telemetry, authority, self._thread, self._clock)
