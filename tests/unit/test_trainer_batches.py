@@ -79,14 +79,14 @@ def test_a_shared_prompt_is_paid_once():
 
 
 def test_folded_rows_pay_for_prompts_once_and_for_no_padding_until_they_are_too_many():
-    """20 + 10 prompt tokens and 50 + 4 + 4 of responses are 88; padded 2 x 20 + 3 x 50. Eleven times 100 are too many."""
+    """20 + 10 prompt tokens and 50 + 4 + 4 of responses are 88; padded 2 x 20 + 3 x 50. 512 fit, 513 do not."""
     rows = [RowShape("a", 0, 20, 50), RowShape("b", 0, 20, 4), RowShape("c", 1, 10, 4)]
     assert computed_tokens(rows, Layout.FOLDED) == 88
     assert computed_tokens(rows, Layout.SHARED) == 190
-    many = [RowShape(str(i), 0, MOST_FOLDED_TOKENS // 4, MOST_FOLDED_TOKENS // 8 - i) for i in range(6)]
-    assert computed_tokens(many, Layout.FOLDED) == 6 * 128 - 15 + 256
-    many.append(RowShape("long", 0, MOST_FOLDED_TOKENS // 4, MOST_FOLDED_TOKENS // 8))
-    assert computed_tokens(many, Layout.FOLDED) == 7 * 128 + 256
+    assert MOST_FOLDED_TOKENS == 512
+    fitting = [RowShape("a", 0, 128, 284), RowShape("b", 0, 128, 100)]
+    assert computed_tokens(fitting, Layout.FOLDED) == 512
+    assert computed_tokens([*fitting, RowShape("c", 0, 128, 1)], Layout.FOLDED) == 128 + 3 * 284
 
 
 def test_a_group_larger_than_the_budget_is_split_and_repeats_its_prompt():
