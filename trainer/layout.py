@@ -52,8 +52,20 @@ def model_layout(model: PreTrainedModel, config: TrainerConfig, ranks: Ranks, *,
         logger.warning("trainer.share_prompts is off: a model has layers without a plain key-value cache")
         return Layout.PADDED
     is_sdpa = model.config._attn_implementation == "sdpa"  # others take other masks
-    folds = is_sdpa and not is_partitioned and folding_error(model) <= TOLERANCE[model.dtype]
-    return Layout.FOLDED if folds else Layout.SHARED
+    return Layout.FOLDED if is_sdpa and not is_partitioned and can_fold(model) else Layout.SHARED
+
+
+def can_fold(model: PreTrainedModel) -> bool:
+    """Whether a model keeps to a mask that it is given; if not, the log says why prompts take a pass of their own."""
+    try:
+        error, limit = folding_error(model), TOLERANCE[model.dtype]
+    except (RuntimeError, ValueError, TypeError, IndexError) as problem:  # it makes something else of a mask (N, N)
+        logger.warning("prompts are shared, but not folded: the model takes no mask of its tokens: %s", problem)
+        return False
+    if error > limit:
+        text = "prompts are shared, but not folded: they come out otherwise than alone (relative error %.3g; rounding: %g)"
+        logger.warning(text, error, limit)
+    return error <= limit
 
 
 def common_layout(policy: Layout, others: Iterable[Layout]) -> Layout:

@@ -167,7 +167,7 @@ def test_packing_is_refused_for_a_model_that_does_not_look_at_positions(caplog, 
     assert "trainer.pack_rows is off: packed rows come out otherwise than alone" in caplog.text
 
 
-def test_prompts_are_folded_where_a_model_keeps_to_the_mask_it_is_given():
+def test_prompts_are_folded_where_a_model_keeps_to_the_mask_it_is_given(caplog):
     model = tiny_llama().float()
     assert model_layout(model, TrainerConfig(), Alone) is Layout.FOLDED
     assert model_layout(model, TrainerConfig(), Alone, is_partitioned=True) is Layout.SHARED
@@ -176,6 +176,16 @@ def test_prompts_are_folded_where_a_model_keeps_to_the_mask_it_is_given():
     forward = model.model.forward
     model.model.forward = lambda *, attention_mask=None, **arguments: forward(**arguments)
     assert model_layout(model, TrainerConfig(), Alone) is Layout.SHARED
+    assert "not folded: they come out otherwise than alone (relative error 0." in caplog.text
+
+    def count_places(*, attention_mask=None, **arguments):
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError("a mask of rows is wanted")
+        return forward(**arguments)
+
+    model.model.forward = count_places
+    assert model_layout(model, TrainerConfig(), Alone) is Layout.SHARED
+    assert "not folded: the model takes no mask of its tokens: a mask of rows is wanted" in caplog.text
     model.config._attn_implementation = "eager"
     assert model_layout(model, TrainerConfig(), Alone) is Layout.SHARED
 
