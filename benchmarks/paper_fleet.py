@@ -33,6 +33,7 @@ def fleet_settings(
     max_running: int = 256,
     capacity_tokens: int = 110_000,
     repack: bool = True,
+    crowded_tokens: int | None = None,
     engine_options: dict[str, object] | None = None,
     run: dict[str, Any] | None = None,
 ) -> LaminarConfig:
@@ -48,6 +49,7 @@ def fleet_settings(
         max_running: requests that run at once in an engine.
         capacity_tokens: of an engine's cache.
         repack: whether the manager consolidates.
+        crowded_tokens: how many more a trajectory may sample in a full cache (`rollout.repack`).
         engine_options: where the worker starts the engine itself.
         run: more of the section `run`.
     """
@@ -70,7 +72,12 @@ def fleet_settings(
                     "max_cached_tokens": capacity_tokens // TOKEN_SCALE,
                     "options": engine_options or {},
                 },
-                "repack": {"enabled": repack, "interval_seconds": 5.0 / time_factor, "headroom_tokens": 512 // TOKEN_SCALE},
+                "repack": {
+                    "enabled": repack,
+                    "interval_seconds": 5.0 / time_factor,
+                    "headroom_tokens": 512 // TOKEN_SCALE,
+                    "crowded_tokens": crowded_tokens and crowded_tokens // TOKEN_SCALE,
+                },
             },
             "trainer": {
                 "kind": "emulated",

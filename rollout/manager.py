@@ -197,7 +197,8 @@ class RolloutManager:
 def repack_limits(config: LaminarConfig) -> RepackLimits:
     """What `[rollout.repack]` says, for plans."""
     guests = guest_limits(config)
-    return RepackLimits(config.rollout.repack.kv_high, guests.kv_limit, guests.headroom_tokens, guests.max_requests)
+    repack = config.rollout.repack
+    return RepackLimits(repack.kv_high, guests.kv_limit, guests.headroom_tokens, guests.max_requests, repack.crowded_tokens)
 
 
 def metrics_of(tally: Tally, entries: Sequence[ReplicaEntry]) -> dict[str, float]:

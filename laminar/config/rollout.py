@@ -68,6 +68,10 @@ class RepackConfig(Section):
     """Share of a destination's cache that may be used, growth included."""
     headroom_tokens: int = Field(512, ge=0)
     """Growth that is planned for each trajectory, in tokens."""
+    crowded_tokens: int | None = Field(None, ge=1)
+    """For how many more tokens a trajectory may share a full cache. Who is expected to need more shares one that is emptier
+    in proportion, since every step is slower in a full one: lower, and the longest answers take less longer, but fewer
+    replicas are released. Unset: `kv_limit` holds for all."""
     flops_per_byte: float | None = Field(None, gt=0)
     """Arithmetic speed of an engine's GPU over its memory bandwidth, such as 295 for an H100: bounds a destination's
     trajectories to the batch whose steps are still bound by reading weights. Unset: `rollout.engine.max_running` does."""

@@ -7,6 +7,9 @@ that cache use fell since the last look, which a lone straggler never satisfies)
 Invariants: versions never mix; no plan where nothing is gained (only replicas that wait for a newer version are emptied, and
 an empty one is neither source nor destination); a destination holds its bounds also after the planned growth.
 
+A fuller cache makes every step slower, since keys and values are read in each, so what a replica's release gains, the
+longest-lived trajectories pay. `crowded_tokens` bounds that: the more they are expected to sample, the emptier their cache.
+
 Unit of cost: one decode step of an empty engine, which reads all weights once. By the roofline, `max_requests` rows cost as
 much arithmetic as that reading, so a step with n requests takes 1 + n / max_requests, and computing c tokens of context
 c / max_requests. Pure: it knows neither clocks nor engines.
@@ -57,12 +60,20 @@ class RepackLimits:
         kv_limit: share of a destination's cache that may be used once everything has grown.
         headroom_tokens: growth that is planned for each trajectory, in tokens.
         max_requests: most trajectories on a destination: the batch up to which a step is bound by reading weights.
+        crowded_tokens: where more than so many remain, `kv_limit` shrinks in proportion; None: it does not.
     """
 
     kv_high: float
     kv_limit: float
     headroom_tokens: int
     max_requests: int
+    crowded_tokens: int | None = None
+
+    def share_limit(self, remaining_tokens: int) -> float:
+        """Share of a cache that may be used by trajectories of which the longest-lived has so many tokens ahead."""
+        if self.crowded_tokens is None or remaining_tokens <= self.crowded_tokens:
+            return self.kv_limit
+        return self.kv_limit * self.crowded_tokens / remaining_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +147,8 @@ def fits(source: ReplicaLoad, destination: ReplicaLoad, limits: RepackLimits) ->
     """Whether the destination holds its bounds with the source's trajectories, also after the planned growth."""
     num_open = source.num_open + destination.num_open
     grown = source.context_tokens + destination.context_tokens + limits.headroom_tokens * num_open
-    return num_open <= limits.max_requests and grown <= limits.kv_limit * destination.capacity_tokens
+    limit = limits.share_limit(max(source.remaining_tokens, destination.remaining_tokens))
+    return num_open <= limits.max_requests and grown <= limit * destination.capacity_tokens
 
 
 def pays(source: ReplicaLoad, limits: RepackLimits) -> bool:
@@ -170,7 +182,12 @@ class _Fleet:
         self._limits = limits
         self._load = {load.replica: load for load in loads}
         self._largest = max(load.capacity_tokens for load in loads)
-        self._fewest = min(load.num_open for load in loads)
+        self._smallest = replace(
+            loads[0],
+            context_tokens=min(load.context_tokens for load in loads),
+            num_open=min(load.num_open for load in loads),
+            remaining_tokens=0,
+        )
         self._order: list[tuple[float, str]] = []
         for load in loads:
             self._insert(load)
@@ -190,7 +207,7 @@ class _Fleet:
         return moves
 
     def _fullest_that_fits(self, source: ReplicaLoad) -> ReplicaLoad | None:
-        room = self._limits.kv_limit - share_of(source, self._limits.headroom_tokens) * (
+        room = self._limits.share_limit(source.remaining_tokens) - share_of(source, self._limits.headroom_tokens) * (
             source.capacity_tokens / self._largest
         )
         for position in reversed(range(bisect_right(self._order, (room + 1e-9, "\U0010ffff")))):
@@ -210,8 +227,8 @@ class _Fleet:
         self._insert(self._load[destination.replica])
 
     def _insert(self, load: ReplicaLoad) -> None:
-        """Offer a replica as a destination, unless no source could ever fit into its request bound."""
-        if load.num_open + self._fewest <= self._limits.max_requests:
+        """Offer a replica as a destination, unless no source could ever fit."""
+        if fits(self._smallest, load, self._limits):
             insort(self._order, self._key(load))
 
     def _key(self, load: ReplicaLoad) -> tuple[float, str]:

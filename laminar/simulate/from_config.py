@@ -167,6 +167,7 @@ def _system(config: LaminarConfig) -> System:
             rollout.repack.kv_limit,
             rollout.repack.headroom_tokens,
             min(bound, rollout.engine.max_running),
+            rollout.repack.crowded_tokens,
         )
         repack = Repack(limits, rollout.repack.interval_seconds)
     return System(

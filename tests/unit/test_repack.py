@@ -89,6 +89,17 @@ def test_room_for_growth_is_kept():
     assert plan(*loads, limits=dataclasses.replace(LIMITS, headroom_tokens=901)) == ()
 
 
+def test_trajectories_with_much_ahead_share_a_cache_that_is_emptier_in_proportion():
+    """With 4,000 tokens ahead and 3,000 in a full cache (.99), .7425 may be used: .24 and .5 fit, .25 and .5 do not."""
+    limits = dataclasses.replace(LIMITS, crowded_tokens=3000)
+    full, ahead = load("b", 0.5, remaining=1000), 4000
+    assert plan(load("a", 0.24, remaining=ahead), full, limits=limits) == (Move("a", "b"),)
+    assert plan(load("a", 0.25, remaining=ahead), full, limits=limits) == ()
+    assert plan(load("a", 0.25, remaining=1000), dataclasses.replace(full, remaining_tokens=ahead), limits=limits) == ()
+    assert plan(load("a", 0.49, remaining=3000), full, limits=limits) == (Move("a", "b"),)
+    assert plan(load("a", 0.25, remaining=ahead), full) == (Move("a", "b"),)
+
+
 def test_a_move_that_costs_more_than_it_frees_is_not_made():
     """20,000 tokens computed anew at 100 requests a step cost 200 steps: the rest must be longer than that."""
     assert plan(load("a", 0.2, remaining=200), load("b", 0.5, remaining=200)) == ()
@@ -109,9 +120,12 @@ FLEETS = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
-@given(FLEETS, st.sampled_from([0, 200, 1500]), st.sampled_from([1, 16, 64, 1000]), st.sampled_from([V0, V1, V2]))
-def test_every_plan_keeps_the_rules_on_random_fleets(fleet, headroom, max_requests, newest):
-    limits = RepackLimits(0.8, 0.95, headroom, max_requests)
+@given(
+    FLEETS, st.sampled_from([0, 200, 1500]), st.sampled_from([1, 16, 64, 1000]), st.sampled_from([V0, V1, V2]),
+    st.sampled_from([None, 400, 1500]),
+)  # fmt: skip
+def test_every_plan_keeps_the_rules_on_random_fleets(fleet, headroom, max_requests, newest, crowded):
+    limits = RepackLimits(0.8, 0.95, headroom, max_requests, crowded)
     loads, idle = {}, set()
     for index, (share, version, num_open, waiting, remaining, capacity, is_idle) in enumerate(fleet):
         name = f"r{index:02d}"
@@ -136,6 +150,9 @@ def test_every_plan_keeps_the_rules_on_random_fleets(fleet, headroom, max_reques
         grown = sum(each.context_tokens for each in together) + headroom * num_open
         assert num_open <= max_requests
         assert grown <= 0.95 * loads[name].capacity_tokens
+        longest = max(each.remaining_tokens for each in together)
+        if crowded is not None and longest > crowded:
+            assert grown * longest <= 0.95 * loads[name].capacity_tokens * crowded * (1 + 1e-9)
     rest = [loads[name] for name in loads.keys() - set(sources) - set(destinations)]
     for source, destination in permutations(rest, 2):
         if source.replica in idle and source.version == destination.version < newest:
@@ -146,11 +163,14 @@ def could_move(source, destination, limits):
     """Float by float, apart from the code under test."""
     num_open = source.num_open + destination.num_open
     grown = source.context_tokens + destination.context_tokens + limits.headroom_tokens * num_open
+    longest, limit = max(source.remaining_tokens, destination.remaining_tokens), limits.kv_limit
+    if limits.crowded_tokens and longest > limits.crowded_tokens:
+        limit = limit * limits.crowded_tokens / longest
     return (
         min(source.num_open, destination.num_open) > 0
         and source.num_waiting == destination.num_waiting == 0
         and num_open <= limits.max_requests
-        and grown <= limits.kv_limit * destination.capacity_tokens
+        and grown <= limit * destination.capacity_tokens
         and source.remaining_tokens * limits.max_requests > source.context_tokens
     )
 
