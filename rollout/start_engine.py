@@ -8,7 +8,7 @@ from laminar.config.root import LaminarConfig
 from laminar.types import WeightVersion
 from rollout.engine_handle import EngineHandle, StartEngine
 from rollout.engines.client import EngineClient
-from rollout.engines.launch import CHECKS_WEIGHTS, READS_BACK, EngineLaunch
+from rollout.engines.launch import EngineLaunch, engine_kind
 from rollout.engines.pinned_load import PinnedLoad
 from rollout.engines.process import EngineProcess
 from rollout.quarantine import RejectedWeightsError
@@ -18,6 +18,7 @@ from rollout.verification import verify
 def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
     """A function that starts the configured engine on a folder of weights and waits until it answers with their version."""
     engine = config.rollout.engine
+    kind = engine_kind(engine.kind)
     options = dict(engine.options)
     if engine.kind == "torch" and config.staleness.bound == 0:
         options.setdefault("batch-invariant", True)  # on-policy runs repeat bit by bit (DESIGN section 4, rule 9)
@@ -54,8 +55,8 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
             run_id=context.run_id,
             version=version,
             swap=engine.swap,
-            first_weights=None if engine.kind in CHECKS_WEIGHTS else path,
-            reads_back=engine.kind in READS_BACK,
+            first_weights=None if kind.checks_weights else path,
+            reads_back=kind.reads_back,
             pinned=pinned,
             request_seconds=engine.request_seconds,
         )

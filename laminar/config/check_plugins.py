@@ -14,15 +14,14 @@ from typing import Any
 from laminar.config.root import LaminarConfig
 from laminar.config.section import Section
 from laminar.errors import ConfigError
-from laminar.plugins import import_path, load_attribute, nearest, resolve, validate_options
+from laminar.plugins import import_path, load_attribute, resolve, validate_options
 from laminar.policies.samplers import SAMPLERS
 
 ENVIRONMENTS = "rollout.environments:ENVIRONMENTS"
 REWARDS = "rollout.rewards:REWARDS"
 ALGORITHMS = "trainer.algorithms:ALGORITHM_OPTIONS"
 TRANSPORTS = "relay.transports.base:TRANSPORTS"
-ENGINES = ("torch", "emulated", "sglang")
-"""All engines; they take no options model (`rollout.engine.options` are flags of their command line)."""
+ENGINE_KIND = "rollout.engines.launch:engine_kind"
 
 
 def plugin_faults(config: LaminarConfig) -> Iterator[str]:
@@ -33,8 +32,7 @@ def plugin_faults(config: LaminarConfig) -> Iterator[str]:
         yield from _faults_of(f"rewards[{index}]", reward.kind, load_attribute(REWARDS), reward.options)
     yield from _faults_of("trainer.algorithm", algorithm.kind, load_attribute(ALGORITHMS), algorithm.options)
     yield from _fault_in(resolve, config.experience.sampler, SAMPLERS, "experience.sampler")
-    if (kind := config.rollout.engine.kind) not in ENGINES:
-        yield f"`rollout.engine.kind` is {kind!r}: {nearest(kind, ENGINES)}the names are {', '.join(ENGINES)}"
+    yield from _engine_faults(config)
     yield from _fault_in(import_path, config.relay.transport, load_attribute(TRANSPORTS), "relay.transport")
     yield from _reward_faults(config)
     yield from _sink_faults(config)
@@ -62,6 +60,16 @@ def needs_exact_logprobs(kind: str) -> bool:
 def _faults_of(where: str, kind: str, table: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[str]:
     try:
         validate_options(resolve(kind, table, f"{where}.kind"), options, f"{where}.options")
+    except ConfigError as error:
+        yield str(error)
+
+
+def _engine_faults(config: LaminarConfig) -> Iterator[str]:
+    """An engine without a model for its options takes any flag of its command line."""
+    engine = config.rollout.engine
+    try:
+        if (model := load_attribute(ENGINE_KIND)(engine.kind).Options) is not None:
+            validate_options(model, engine.options, "rollout.engine.options")
     except ConfigError as error:
         yield str(error)
 

@@ -26,7 +26,8 @@ class EngineConfig(Section):
     """`[rollout.engine]`: the server that generates, one a worker."""
 
     kind: str = "torch"
-    """`torch` (CPU, small), `sglang`, or `emulated` (no model: a large engine's pace on a share of a core)."""
+    """`torch` (CPU, small), `sglang`, `emulated` (no model: a large engine's pace on a share of a core), or your own as
+    `"package.module:Attr"` (`rollout/engines/README.md`)."""
     python: str = ""
     """Interpreter that starts the engine; empty: the run's own. SGLang lives in an environment of its own."""
     max_running: int = Field(64, ge=1)

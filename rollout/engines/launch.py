@@ -1,4 +1,4 @@
-"""What to start as an engine, and its command line, by kind.
+"""What to start as an engine, and its command line, by kind; a kind is one of `ENGINES`, or your own `EngineKind`.
 
 Every command line ends up as a process that writes one JSON line with its `url` to a descriptor once it serves, and that
 ends when its standard input does. This module starts nothing.
@@ -9,16 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from laminar.config.section import Section
+from laminar.errors import ConfigError
+from laminar.plugins import resolve
 from laminar.types import WeightVersion
 from rollout.engines.pinned_load import LOADER
 
 Flag = str | int | float | bool
-
-CHECKS_WEIGHTS = frozenset({"torch", "emulated"})
-"""Kinds that check a weights file before they serve it; for others the client does."""
-
-READS_BACK = frozenset({"torch", "emulated"})
-"""Kinds whose ranks tell what they hold."""
 
 SGLANG_LAUNCH = Path(__file__).with_name("sglang_launch.py")
 SGLANG_CPU_FLAGS: dict[str, Flag] = {
@@ -41,7 +38,7 @@ class EngineLaunch:
         token: bearer token it will demand (handed over in the environment, not on the command line that everybody can read).
         run_id: the run that may change its weights.
         log: file for its output, appended.
-        kind: engine kind, a key of `COMMANDS`.
+        kind: engine kind, a key of `ENGINES` or `"package.module:Attr"`.
         python: interpreter; empty: ours.
         dtype: of the served weights; empty: the checkpoint's.
         num_gpus: GPUs set aside for it; 0: it runs on the CPU.
@@ -115,9 +112,44 @@ def as_flags(values: Mapping[str, Flag]) -> list[str]:
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in values.items() if value is not False]
 
 
-COMMANDS: dict[str, Callable[[EngineLaunch, int], list[str]]] = {
-    "torch": torch_command,
-    "emulated": emulated_command,
-    "sglang": sglang_command,
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """How a kind of engine is started, and what it does by itself. It speaks the protocol of `rollout/engines/README.md`.
+
+    Attributes:
+        command: the command line of a launch that says to the given descriptor, which it inherits, that it serves.
+        checks_weights: it checks a weights file before it serves it; for others the client does.
+        reads_back: its ranks tell what they hold.
+        Options: model of `rollout.engine.options`; None: any flag is passed on.
+    """
+
+    command: Callable[[EngineLaunch, int], list[str]]
+    checks_weights: bool = False
+    reads_back: bool = False
+    Options: type[Section] | None = None
+
+
+TORCH = EngineKind(torch_command, checks_weights=True, reads_back=True)
+EMULATED = EngineKind(emulated_command, checks_weights=True, reads_back=True)
+SGLANG = EngineKind(sglang_command)
+
+ENGINES: dict[str, str] = {
+    "torch": "rollout.engines.launch:TORCH",
+    "emulated": "rollout.engines.launch:EMULATED",
+    "sglang": "rollout.engines.launch:SGLANG",
 }
-"""Command line by engine kind."""
+"""Engine kinds by name."""
+
+
+def engine_kind(kind: str) -> EngineKind:
+    """What a kind stands for.
+
+    Raises:
+        ConfigError: if there is none of that name, it cannot be imported, or is no `EngineKind`.
+    """
+    found = resolve(kind, ENGINES, "rollout.engine.kind")
+    if not isinstance(found, EngineKind):
+        raise ConfigError(
+            f"`rollout.engine.kind` is {kind!r}: that is no EngineKind; make one of rollout.engines.launch with your command"
+        )
+    return found

@@ -12,8 +12,8 @@ import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from laminar.errors import ConfigError, DeadlineError, EngineError
-from rollout.engines.launch import COMMANDS, EngineLaunch
+from laminar.errors import DeadlineError, EngineError
+from rollout.engines.launch import EngineLaunch, engine_kind
 
 LOG_TAIL_BYTES = 2000
 
@@ -29,9 +29,7 @@ class EngineProcess:
     """
 
     def __init__(self, launch: EngineLaunch) -> None:
-        if launch.kind not in COMMANDS:
-            raise ConfigError(f"rollout.engine.kind {launch.kind!r} is not known; choose one of {', '.join(COMMANDS)}")
-        self._launch = launch
+        self._launch, self._command = launch, engine_kind(launch.kind).command
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -91,7 +89,7 @@ class EngineProcess:
         }
         with launch.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *COMMANDS[launch.kind](launch, ready_descriptor),
+                *self._command(launch, ready_descriptor),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,

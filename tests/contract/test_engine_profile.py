@@ -1,11 +1,12 @@
 """What the worker relies on, whichever engine it is: one suite, run on every kind through `EngineClient`.
 
-To add a kind: a factory that starts it on a folder of weights, and its name in `KINDS`. `not_on` marks what a kind does
-otherwise; the reasons are the table "What differs" of rollout/engines/README.md.
+Your own kind: `LAMINAR_ENGINE_KIND=package.module:Attr pytest tests/contract/test_engine_profile.py -k yours`. `not_on`
+marks what a kind does otherwise; the reasons are the table "What differs" of rollout/engines/README.md.
 """
 
 import asyncio
 import dataclasses
+import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +25,7 @@ from laminar.simulate.timings import load_lengths
 from laminar.types import FinishReason, SamplingParameters, WeightVersion
 from rollout.engines.client import BrokenAnswerError, EngineClient
 from rollout.engines.emulated_model import EmulatedModel
-from rollout.engines.launch import EngineLaunch
+from rollout.engines.launch import EngineLaunch, engine_kind
 from rollout.engines.process import EngineProcess
 from rollout.engines.tiny_model import write_tiny_model
 
@@ -42,6 +43,10 @@ class Engine:
     process: EngineProcess
     kind: str = "torch"
     first_weights: Path | None = None
+
+    @property
+    def traits(self) -> set[str]:
+        return {self.kind, "checks files" if self.first_weights is None else "is checked by the client"}
 
     def client(self, **changes) -> EngineClient:
         settings = {"token": TOKEN, "run_id": RUN, "version": V0, "request_seconds": 60.0, "control_seconds": 30.0}
@@ -80,7 +85,23 @@ async def sglang_engine(model: Path, log: Path) -> AsyncIterator[Engine]:
         await process.kill()
 
 
-KINDS: dict[str, Callable] = {"torch": torch_engine, "emulated": emulated_engine, "sglang": sglang_engine}
+@asynccontextmanager
+async def own_engine(model: Path, log: Path) -> AsyncIterator[Engine]:
+    process = EngineProcess(launch(model, log, kind=OWN_KIND))
+    first_weights = None if engine_kind(OWN_KIND).checks_weights else model
+    try:
+        yield Engine(await process.start(400), process, "yours", first_weights)
+    finally:
+        await process.kill()
+
+
+OWN_KIND = os.environ.get("LAMINAR_ENGINE_KIND", "")
+KINDS: dict[str, Callable] = {
+    "torch": torch_engine,
+    "emulated": emulated_engine,
+    "sglang": sglang_engine,
+    **({"yours": own_engine} if OWN_KIND else {}),
+}
 NEEDS_SGLANG = (pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="needs `make sglang-cpu`"))
 
 
@@ -90,7 +111,9 @@ def versions(tmp_path_factory):
     return [write_tiny_model(root / f"w{i}", scale=1.05**i) for i in range(3)]
 
 
-@pytest.fixture(scope="module", params=["torch", "emulated", pytest.param("sglang", marks=NEEDS_SGLANG)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=NEEDS_SGLANG if kind == "sglang" else ()) for kind in KINDS]
+)
 def shared(request, versions, tmp_path_factory):
     """One engine for all tests that leave it as they found it (weights 0, running)."""
     with asyncio.Runner() as runner:
@@ -104,7 +127,7 @@ def shared(request, versions, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def skip_what_differs(request):
     for mark in request.node.iter_markers("not_on"):
-        if "shared" in request.fixturenames and request.getfixturevalue("shared").kind == mark.args[0]:
+        if "shared" in request.fixturenames and mark.args[0] in request.getfixturevalue("shared").traits:
             pytest.skip(mark.args[1])
 
 
@@ -383,7 +406,7 @@ async def test_the_same_seed_gives_the_same_answer_and_another_seed_another(clie
     assert len({tuple(a.token_ids()) for a in first}) == 6
 
 
-@pytest.mark.not_on("sglang", "is shown no broken file: the client checks it, and the weights stay known")
+@pytest.mark.not_on("is checked by the client", "is shown no broken file, and the weights stay known")
 async def test_a_failed_update_leaves_the_weights_unknown_until_a_full_one_succeeds(shared, client, versions, tmp_path):
     other = shared.client()
     (tmp_path / "model.safetensors").write_bytes((versions[1] / "model.safetensors").read_bytes()[:-100])
@@ -400,8 +423,7 @@ async def test_a_failed_update_leaves_the_weights_unknown_until_a_full_one_succe
     assert (await client.generate(PROMPT, sampling(), new_id())).segments[0].version == V1
 
 
-@pytest.mark.not_on("torch", "checks files itself; see the test above")
-@pytest.mark.not_on("emulated", "checks files itself; see the test above")
+@pytest.mark.not_on("checks files", "checks files itself; see the test above")
 @pytest.mark.parametrize("fault", ["truncated", "a tensor is missing"])
 async def test_a_file_that_would_harm_the_engine_is_kept_from_it_and_it_serves_on(shared, client, versions, tmp_path, fault):
     whole = versions[1] / "model.safetensors"

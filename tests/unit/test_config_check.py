@@ -120,7 +120,8 @@ def test_the_defaults_are_right_without_a_word(folder):
         ),
         ("trainer.deepspeed.offload_optimizer = true", "set the stage to 1, 2 or 3, or the former to false"),
         ('rollout.engine.kind = "sglan"', "`rollout.engine.kind` is 'sglan': did you mean sglang?"),
-        ('rollout.engine.kind = "my:Engine"', "`rollout.engine.kind` is 'my:Engine': the names are torch, emulated, sglang"),
+        ('rollout.engine.kind = "my:Engine"', "`rollout.engine.kind` is 'my:Engine': there is no module my"),
+        ('rollout.engine.kind = "math:floor"', "'math:floor': that is no EngineKind"),
         ('experience.sampler = "lifo"', "`experience.sampler` is 'lifo': did you mean fifo?"),
         (
             'experience.redis_url = "localhost:6379"',
