@@ -38,7 +38,7 @@ from rollout.tiny import make_model
 
 NUM_REPLICAS, GROUPS_EACH = 16, 12
 TIME_FACTOR, STREAM_TOKENS = 6.0, 8
-CAPACITY_TOKENS, CROWDED_TOKENS = 130_000, 4_000
+CAPACITY_TOKENS, CROWDED_TOKENS = 130_000, 3_600
 """Room for a full replica's answers, so that nothing is preempted in either arm: with 80,000 preemption made one pair's
 maximum differ from another's by 6 %. What bounds a destination then is how much it may slow its longest trajectories."""
 PROMPTS_PER_REPLICA = 6

@@ -27,7 +27,7 @@ def told_roles(folder: RunFolder) -> dict[str, int]:
 
 def told_steps(folder: RunFolder) -> list[int]:
     """The steps in `metrics.jsonl`, in its order."""
-    lines = read_lines(folder.metrics) if folder.metrics.exists() else []
+    lines = read_lines(folder.metrics)
     return [line["step"] for line in lines if line["kind"] == "step"]
 
 

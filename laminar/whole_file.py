@@ -3,8 +3,11 @@
 It is replaced in one rename. It does not survive a loss of power: nothing is synced to the disk.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
@@ -18,7 +21,18 @@ def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None
     Raises:
         OSError: it cannot be written; a file that was there stands.
     """
+    with replacing(path, mode=mode) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """The same piece by piece: what is written to the file that this gives takes the old one's place when the block ends.
+
+    Raises:
+        OSError: it cannot be written; a file that was there stands.
+    """
     temporary = path.with_suffix(".tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        yield file
     os.replace(temporary, path)

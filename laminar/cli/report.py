@@ -39,7 +39,7 @@ def write_report(folder: RunFolder, path: Path) -> None:
         OSError: the file cannot be written.
     """
     state = folder.read_state()
-    lines = read_lines(folder.metrics) if folder.metrics.exists() else []
+    lines = read_lines(folder.metrics)
     facts = {"id": state.run_id, "status": state.status, "reason": state.reason, "lives": state.lives}
     settings = format_document(redact(read_toml(folder.config)))
     bound = load_config(folder.config).staleness.bound

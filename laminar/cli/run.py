@@ -91,7 +91,7 @@ def live(settings: LaminarConfig, folder: RunFolder, config_folder: Path) -> Non
         finally:
             with contextlib.suppress(OSError):
                 write_report(folder, folder.report)
-    console.print(closing_report(outcome_facts(outcome), read_lines(folder.metrics) if folder.metrics.exists() else []))
+    console.print(closing_report(outcome_facts(outcome), read_lines(folder.metrics)))
     if outcome.status == "stopped":
         raise typer.Exit(130)
 

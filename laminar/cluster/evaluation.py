@@ -13,7 +13,7 @@ from laminar.cluster.ray_cluster import RoleDiedError
 from laminar.config.root import LaminarConfig
 from laminar.errors import DeadlineError, LaminarError, RunFailedError
 from laminar.scores import EvaluationReport
-from laminar.telemetry.files import read_lines
+from laminar.telemetry.files import iterate_lines
 from laminar.telemetry.stream import TelemetryWriter
 
 RETRY_SECONDS = 0.5
@@ -40,9 +40,12 @@ class Evaluations:
         self._config, self._held_out = config.eval, held_out
         self._patience_seconds = config.run.no_progress_seconds
         self._crew, self._telemetry, self._say = crew, telemetry, say
-        lines = read_lines(metrics) if metrics.exists() else []
-        self._evaluated = {int(line["step"]) for line in lines if line["kind"] == "evaluation"}
-        self._last_step = max((int(line["step"]) for line in lines), default=0)
+        self._evaluated: set[int] = set()
+        self._last_step = 0
+        for line in iterate_lines(metrics):
+            self._last_step = max(self._last_step, int(line["step"]))
+            if line["kind"] == "evaluation":
+                self._evaluated.add(int(line["step"]))
         self._pending: tuple[int, asyncio.Task[None]] | None = None
         self.wants_start = bool(held_out) and config.eval.at_start and not self._evaluated
         self.wants_end = bool(held_out) and config.eval.at_end

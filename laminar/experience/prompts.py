@@ -20,7 +20,7 @@ from laminar.types import ClaimedGroup, Prompt, WeightVersion
 
 NO_LIMIT = -1
 PROMPTS_PER_WRITE = 500
-ORDER_SECONDS = 24 * 3600
+ORDER_SECONDS = 600
 """An epoch's order can be computed again at any time, so it need not stay for ever."""
 
 

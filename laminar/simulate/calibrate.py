@@ -15,7 +15,7 @@ from laminar.simulate.from_config import Setting
 from laminar.simulate.simulation import simulate
 from laminar.simulate.timings import StepTimes
 from laminar.simulate.workload import observed_lengths, observed_quantiles
-from laminar.telemetry.files import read_lines
+from laminar.telemetry.files import iterate_lines
 from laminar.trajectories import TrajectoryFolder
 
 ROUNDS = 3
@@ -65,7 +65,7 @@ def observe(trajectories: Path, metrics: Path) -> Observed:
     sampled = [float(record["num_sampled_tokens"]) for record in records]
     generating = [record["timings"]["generate"] for record in records]
     seconds = [r["timings"]["environment"] / gap for r, gap in zip(records, gaps, strict=True) if gap]
-    lines = [line for line in read_lines(metrics) if line["kind"] == "step"] if metrics.exists() else []
+    lines = [line for line in iterate_lines(metrics) if line["kind"] == "step"]
     return Observed(
         sampled_tokens=tuple(sampled),
         prompt_tokens=statistics.fmean(prompt for prompt, _ in given),

@@ -2,15 +2,17 @@
 
 Invariants: the step axis is strictly increasing. A resume at step s first removes lines of later steps: what a dead life
 logged above its checkpoint is not part of the committed history. A line names the event it was made of, and no event makes
-two lines, whoever reads the events again.
+two lines, whoever reads the events again. A run is as long as it likes: whoever lives as long as it reads line by line.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from laminar.telemetry.stream import order_of
-from laminar.whole_file import replace_file
+from laminar.whole_file import replacing
 
 FORMAT_VERSION = 1
 
@@ -31,8 +33,10 @@ class MetricsFile:
         """Drop lines whose step is above `step`, and a torn last line."""
         if not self.path.exists():
             return
-        kept = [json.dumps(line) for line in read_lines(self.path) if line.get("step", 0) <= step]
-        replace_file(self.path, "".join(line + "\n" for line in kept))
+        with replacing(self.path) as file:
+            for line in iterate_lines(self.path):
+                if line.get("step", 0) <= step:
+                    file.write(json.dumps(line).encode() + b"\n")
         self.last_step, last_event = self._find_last()
         self.last_event = max(self.last_event, last_event)
 
@@ -50,17 +54,23 @@ class MetricsFile:
 
     def _find_last(self) -> tuple[int, tuple[int, int]]:
         """The newest step, and the newest event."""
-        lines = read_lines(self.path) if self.path.exists() else []
-        last_step = max((line["step"] for line in lines if line["kind"] == "step"), default=0)
-        return last_step, max((order_of(line.get("event", "")) for line in lines), default=(0, 0))
+        last_step, last_event = 0, (0, 0)
+        for line in iterate_lines(self.path):
+            last_step = max(last_step, line["step"] if line["kind"] == "step" else 0)
+            last_event = max(last_event, order_of(line.get("event", "")))
+        return last_step, last_event
+
+
+def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines of a file, one after the other; none if it is not there. A torn last line is left out."""
+    with contextlib.suppress(FileNotFoundError), path.open() as file:
+        for text in file:
+            try:
+                yield json.loads(text)
+            except json.JSONDecodeError:
+                return
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file; a torn last line is left out."""
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+    """All of them at once."""
+    return list(iterate_lines(path))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.telemetry.files import MetricsFile, iterate_lines
 from laminar.telemetry.follower import POLL_SECONDS, Reader
 from laminar.telemetry.sinks.base import Sink
 from laminar.telemetry.stream import Event, order_of
@@ -132,5 +132,7 @@ async def settle(reader: Reader, file: MetricsFile) -> None:
 
 
 def _last_step_line(file: MetricsFile) -> dict[str, Any] | None:
-    lines = read_lines(file.path) if file.path.exists() else []
-    return next((line for line in reversed(lines) if line["kind"] == "step"), None)
+    last = None
+    for line in iterate_lines(file.path):
+        last = line if line["kind"] == "step" else last
+    return last

@@ -44,7 +44,7 @@ async def kept(valkey, redis_client, run_id, tmp_path):
                 await asyncio.sleep(0.02)
 
     def steps():
-        lines = read_lines(folder.metrics) if folder.metrics.exists() else []
+        lines = read_lines(folder.metrics)
         return [line["step"] for line in lines if line["kind"] == "step"]
 
     async def end():

@@ -73,7 +73,7 @@ def terminal(tmp_path):
 
 
 def last_step(folder):
-    lines = read_lines(folder.metrics) if folder.metrics.exists() else []
+    lines = read_lines(folder.metrics)
     return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
 
 

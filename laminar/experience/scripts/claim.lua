@@ -67,8 +67,10 @@ local function bytes_refuse()
     and not (num_outstanding() < run.prompts_per_step and call('HLEN', STEPS) == 0)
 end
 
+local function order_of(epoch) return prefix .. 'order:' .. epoch end
+
 local function prompt_at(epoch, position)
-  local packed = call('GETRANGE', prefix .. 'order:' .. epoch, position * 4, position * 4 + 3)
+  local packed = call('GETRANGE', order_of(epoch), position * 4, position * 4 + 3)
   return #packed == 4 and (struct.unpack('<i4', packed)) or nil
 end
 
@@ -84,6 +86,7 @@ while #granted < args.max_groups do
   -- The caller writes the order and asks again; what is granted already goes out first.
   if not prompt then return finish(nil, #granted == 0 and epoch or nil) end
   if again then call('LPOP', REISSUE) else set('cursor', position + 1) end
+  if position == 0 then call('UNLINK', order_of(epoch - 1)) end -- that pass is over; a prompt issued again has it made anew
   local admission = run.next_admission
   set('next_admission', admission + 1)
   local header = {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from laminar.telemetry.files import read_lines
+from laminar.telemetry.files import iterate_lines
 from laminar.telemetry.stream import Event, order_of
 from laminar.whole_file import replace_file
 
@@ -101,7 +101,7 @@ class ThreadedSink:
         self._waiting: queue.Queue[Callable[[Writer], None]] = queue.Queue(max_waiting)
         self._ending = threading.Event()
         self._last = read_position(position)
-        self._backlog = [line for line in _lines(metrics) if order_of(line.get("event", "")) > self._last]
+        self._backlog = [line for line in iterate_lines(metrics) if order_of(line.get("event", "")) > self._last]
         self.left_out = 0
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
@@ -190,7 +190,3 @@ def read_position(path: Path) -> tuple[int, int]:
 def write_position(path: Path, order: tuple[int, int]) -> None:
     """Replace the file in one rename."""
     replace_file(path, f"{order[0]}-{order[1]}")
-
-
-def _lines(metrics: Path) -> list[dict[str, Any]]:
-    return read_lines(metrics) if metrics.exists() else []
