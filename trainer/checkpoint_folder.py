@@ -27,6 +27,10 @@ POINTER = "latest"
 _CHUNK_BYTES = 1 << 24
 
 
+class ForeignFormatError(ConfigError):
+    """A checkpoint of another version of Laminar. To fall back from it would lose work and say nothing."""
+
+
 def begin(root: Path, step: int) -> Path:
     """Remove leftovers of killed saves, and make the empty folder to write this step's files into."""
     root.mkdir(parents=True, exist_ok=True)
@@ -78,7 +82,7 @@ def find_latest(root: Path) -> Path | None:
     A damaged one is announced, by the file's name, and passed over.
 
     Raises:
-        ConfigError: if there are checkpoints and every one is damaged.
+        ConfigError: if there are checkpoints and every one is damaged, or the newest whole one has another format.
     """
     pointer = root / POINTER
     pointed = root / pointer.read_text().strip() if pointer.exists() else None
@@ -87,6 +91,8 @@ def find_latest(root: Path) -> Path | None:
     for path in newest_first:
         try:
             read_manifest(path)
+        except ForeignFormatError:
+            raise
         except ConfigError as error:
             logger.warning("%s; falling back to an older checkpoint", error)
             first_fault = first_fault or str(error)
@@ -112,7 +118,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ConfigError(f"checkpoint file {path / MANIFEST} cannot be read ({error})") from error
     if manifest.get("format_version") != FORMAT_VERSION:
         theirs = manifest.get("format_version")
-        raise ConfigError(f"checkpoint {path} has format version {theirs}, but this program reads {FORMAT_VERSION}")
+        raise ForeignFormatError(
+            f"checkpoint {path} has format version {theirs}, but this program reads {FORMAT_VERSION}: resume the run with "
+            "the Laminar that wrote it, or move the folder away to start afresh"
+        )
     for name, checksum in manifest["checksums"].items():
         file = path / name
         if not file.exists():

@@ -96,9 +96,10 @@ def test_a_new_run_has_no_checkpoint(tmp_path):
     assert find_latest(tmp_path / "none") is None
 
 
-def test_another_format_version_is_refused(tmp_path):
-    final = save(tmp_path, 10)
-    manifest = final / "manifest.json"
+def test_another_format_version_is_refused_and_never_passed_over_for_an_older_checkpoint(tmp_path):
+    save(tmp_path, 10)
+    manifest = save(tmp_path, 20) / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 3'))
-    with pytest.raises(ConfigError, match="format version 3"):
-        read_manifest(checkpoint_path(tmp_path, 10))
+    for read in (lambda: read_manifest(checkpoint_path(tmp_path, 20)), lambda: find_latest(tmp_path)):
+        with pytest.raises(ConfigError, match=r"format version 3, .* resume the run with the Laminar that wrote it"):
+            read()
