@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "engine": 180, "buffer": 180, "relay": 180, "agentic": 180, "dashboard": 180, "learning": 180, "repack": 420,
+    "engine": 180, "buffer": 180, "relay": 180, "agentic": 180, "dashboard": 180, "learning": 180, "repack": 540,
     "faults": 240, "simulate": 600, "systems": 1200, "soak": 420, "trl": 1500, "simulate_against_real": 1200,
     "trainer": 240, "fleet": 180, "fleet_processes": 180, "failover": 240, "relay_network": 180,
 }  # fmt: skip

@@ -126,14 +126,23 @@ def plan_milliseconds(num_replicas: int = 1000) -> float:
 
     draw = random.Random(0)
     loads = [
-        ReplicaLoad(f"r{i}", WeightVersion(0, 0), int(draw.random() ** 3 * 90_000), 100_000, draw.randint(1, 40), 0, 0, 2000)
+        ReplicaLoad(
+            f"r{i}",
+            WeightVersion(0, 0),
+            int(draw.random() ** 3 * 90_000),
+            100_000,
+            draw.randint(1, 40),
+            0,
+            0,
+            draw.randint(1, 20_000),
+        )
         for i in range(num_replicas)
     ]
     idle = {load.replica for load in loads}
     times = []
     for _ in range(9):
         started = time.thread_time()
-        plan_repack(loads, idle, WeightVersion(0, 1), RepackLimits(0.8, 0.95, 512, 256))
+        plan_repack(loads, idle, WeightVersion(0, 1), RepackLimits(0.8, 0.95, 512, 256, CROWDED_TOKENS))
         times.append((time.thread_time() - started) * 1000)
     return statistics.median(times)
 

@@ -176,7 +176,7 @@ def _engine(config: LaminarConfig | None) -> Iterator[Finding]:
     if config is None or not config.rollout.engine.python:
         return
     python, kind = config.rollout.engine.python, config.rollout.engine.kind
-    module = {"sglang": "sglang", "torch": "rollout.start_engine", "emulated": "rollout.start_engine"}.get(kind, "json")
+    module = {"sglang": "sglang", "torch": "rollout.start_engine", "emulated": "rollout.start_engine"}.get(kind, "sys")
     words = _run([python, "-c", f"import {module}; print(getattr({module}, '__version__', 'found'))"])
     remedy = f"{python} cannot import {module}; make its environment (`make sglang`), or correct rollout.engine.python"
     yield Finding("bad" if words is None else "good", "engine", remedy if words is None else f"{kind} {words}")

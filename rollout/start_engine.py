@@ -5,10 +5,11 @@ from pathlib import Path
 
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
+from laminar.plugins import validate_options
 from laminar.types import WeightVersion
 from rollout.engine_handle import EngineHandle, StartEngine
 from rollout.engines.client import EngineClient
-from rollout.engines.launch import EngineLaunch, engine_kind
+from rollout.engines.launch import EngineKind, EngineLaunch, Flag, engine_kind
 from rollout.engines.pinned_load import PinnedLoad
 from rollout.engines.process import EngineProcess
 from rollout.quarantine import RejectedWeightsError
@@ -19,10 +20,7 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
     """A function that starts the configured engine on a folder of weights and waits until it answers with their version."""
     engine = config.rollout.engine
     kind = engine_kind(engine.kind)
-    options = dict(engine.options)
-    if engine.kind == "torch" and config.staleness.bound == 0:
-        options.setdefault("batch-invariant", True)  # on-policy runs repeat bit by bit (DESIGN section 4, rule 9)
-
+    options = engine_options(config, kind)
     pinned = None
     if engine.weight_load == "pinned":
         request = context.run_folder / "logs" / f"{context.role}-weights.json"
@@ -70,3 +68,15 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
         return process, client
 
     return start
+
+
+def engine_options(config: LaminarConfig, kind: EngineKind) -> dict[str, Flag]:
+    """The flags of `[rollout.engine.options]`, with what their model, if the kind has one, or we add."""
+    options = dict(config.rollout.engine.options)
+    if kind.Options is not None:
+        own = validate_options(kind, options, "rollout.engine.options")
+        assert own is not None
+        options = own.model_dump(by_alias=True, exclude_none=True)
+    if config.rollout.engine.kind == "torch" and config.staleness.bound == 0:
+        options.setdefault("batch-invariant", True)  # on-policy runs repeat bit by bit (DESIGN section 4, rule 9)
+    return options

@@ -68,8 +68,8 @@ def _engine_faults(config: LaminarConfig) -> Iterator[str]:
     """An engine without a model for its options takes any flag of its command line."""
     engine = config.rollout.engine
     try:
-        if (model := load_attribute(ENGINE_KIND)(engine.kind).Options) is not None:
-            validate_options(model, engine.options, "rollout.engine.options")
+        if (kind := load_attribute(ENGINE_KIND)(engine.kind)).Options is not None:
+            validate_options(kind, engine.options, "rollout.engine.options")
     except ConfigError as error:
         yield str(error)
 

@@ -162,7 +162,7 @@ def _buffer_lines(config: LaminarConfig) -> list[str]:
 
 def _weight_lines(config: LaminarConfig) -> list[str]:
     slots = num_weight_slots(config)
-    engines = f", {config.rollout.num_workers} for engines that map" if config.rollout.engine.kind == "torch" else ""
+    engines = f", {config.rollout.num_workers} for engines that map" if config.rollout.engine.may_map_weights else ""
     others = "" if is_one_machine(config) else ", 1 being passed on"
     kept = f"{config.relay.keep_versions} kept, 1 being written{engines}{others}"
     lines = [

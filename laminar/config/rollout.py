@@ -55,6 +55,11 @@ class EngineConfig(Section):
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further command-line flags of the engine, by name without dashes."""
 
+    @property
+    def may_map_weights(self) -> bool:
+        """Whether it may hold on to a relay's slot while it serves; nobody knows of a kind of the user's own."""
+        return self.kind == "torch" or ":" in self.kind
+
 
 class RepackConfig(Section):
     """`[rollout.repack]`: replicas of an old version hand their last trajectories to each other, so that most swap early."""

@@ -110,7 +110,7 @@ def num_weight_slots(config: LaminarConfig) -> int:
 
     On a cluster one more, for the version that is being passed on: without it a slow chain would hold up the trainer.
     """
-    num_mapping = config.rollout.num_workers if config.rollout.engine.kind == "torch" else 0
+    num_mapping = config.rollout.num_workers if config.rollout.engine.may_map_weights else 0
     return config.relay.keep_versions + 1 + num_mapping + (not is_one_machine(config))
 
 

@@ -9,12 +9,14 @@ import pytest
 
 from laminar.config.check import check_config
 from laminar.config.load import load_config
+from laminar.config.sizes import num_weight_slots
 from laminar.errors import ConfigError
 from laminar.types import FinishReason, SamplingParameters, WeightVersion
 from rollout.engines.client import EngineClient
 from rollout.engines.launch import EngineLaunch, engine_kind
 from rollout.engines.process import EngineProcess
 from rollout.engines.tiny_model import write_tiny_model
+from rollout.start_engine import engine_options
 
 README = (Path(__file__).parents[2] / "rollout" / "engines" / "README.md").read_text()
 RECIPE = Path(__file__).parents[2] / "deploy" / "recipes" / "tiny.toml"
@@ -46,7 +48,11 @@ async def test_it_is_started_and_answers_as_any_other(tmp_path):
 
 def test_its_options_are_judged_before_a_run_starts():
     overrides = ['rollout.engine.kind="my_engine:MINE"', "rollout.engine.options={threads = 1}"]
-    check_config(load_config(RECIPE, overrides))
+    config = load_config(RECIPE, overrides)
+    check_config(config)
+    assert num_weight_slots(config) == config.relay.keep_versions + 1 + config.rollout.num_workers
+    assert engine_options(config, engine_kind("my_engine:MINE")) == {"threads": 1}
+    assert engine_options(load_config(RECIPE, overrides[:1]), engine_kind("my_engine:MINE")) == {"threads": 2}
     with pytest.raises(ConfigError, match=r"rollout\.engine\.options\.thread"):
         check_config(load_config(RECIPE, [overrides[0], "rollout.engine.options={thread = 1}"]))
 
