@@ -323,7 +323,7 @@ class Supervisor:
         meter = UsageMeter(run_id, Path(self._config.relay.root))
         while True:
             try:
-                metrics = await asyncio.to_thread(meter.measure)
+                metrics = await asyncio.to_thread(meter.measure, self._folder.read_state().roles)
             except OSError as error:
                 logger.info("what the run takes of this machine cannot be measured: %s", error)
             else:

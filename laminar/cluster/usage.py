@@ -1,9 +1,10 @@
-"""What a run takes of the driver's machine: memory, shared memory, processor time (Linux). It knows no roles."""
+"""What a run takes of the driver's machine: memory, shared memory, processor time (Linux). Of roles it knows process ids."""
 
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from laminar.cluster.processes import marked_processes, resident_bytes
@@ -25,18 +26,47 @@ class UsageMeter:
         self._processor: dict[int, float] = {}
         self._measured_at: float | None = None
 
-    def measure(self) -> dict[str, float]:
-        """Metrics of now; processor time is that since the last call, and 0 at first."""
+    def measure(self, roles: Mapping[str, int]) -> dict[str, float]:
+        """Metrics of now; processor time is that since the last call, and 0 at first.
+
+        Args:
+            roles: process id by role, such as `rollout-0`; memory is told by kind of role, that of children included.
+        """
         pids = [os.getpid(), *marked_processes(self._run_id)]
         now, processor = time.monotonic(), processor_seconds(pids)
         span = now - self._measured_at if self._measured_at is not None else 0.0
         spent = sum(seconds - self._processor.get(pid, 0.0) for pid, seconds in processor.items())
         self._processor, self._measured_at = processor, now
+        resident = {pid: resident_bytes([pid]) for pid in pids}
+        kinds = {pid: role.partition("-")[0] for role, pid in roles.items()}
+        held: Counter[str] = Counter()
+        for pid, size in resident.items():
+            held["supervisor" if pid == os.getpid() else kind_of(pid, kinds)] += size
         return {
-            "system/host_memory_bytes": resident_bytes(pids),
+            "system/host_memory_bytes": sum(resident.values()),
+            **{f"system/memory_bytes_{kind}": size for kind, size in held.items()},
             "system/shared_memory_bytes": held_bytes(self._shared_root.glob(f"laminar-{self._run_id}-*")),
             "system/cpu_ratio": spent / span / len(os.sched_getaffinity(0)) if span > 0 else 0.0,
         }
+
+
+def kind_of(pid: int, kinds: Mapping[int, str]) -> str:
+    """The kind of the nearest process from this one upwards that has one; `other` if there is none (Ray, Redis, orphans)."""
+    while pid > 1 and pid not in kinds:
+        try:
+            pid = int(status_fields(pid)[1])
+        except OSError:
+            return "other"
+    return kinds.get(pid, "other")
+
+
+def status_fields(pid: int) -> list[str]:
+    """What the kernel tells of a process, from its state on, which is the third field of `/proc/PID/stat`.
+
+    Raises:
+        OSError: it has gone.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold blanks
 
 
 def processor_seconds(pids: Iterable[int]) -> dict[int, float]:
@@ -45,7 +75,7 @@ def processor_seconds(pids: Iterable[int]) -> dict[int, float]:
     spent = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold blanks
+            fields = status_fields(pid)
             spent[pid] = (int(fields[11]) + int(fields[12])) / ticks
     return spent
 

@@ -19,6 +19,7 @@ FAMILY_LABELS = {
     "staleness/dropped_length_*": "tokens",
     "time/state_*": "state",
     "faults/restarts_*": "role",
+    "system/memory_bytes_*": "kind",
 }
 """What the varying part of a family's name says; other families keep it in the name."""
 

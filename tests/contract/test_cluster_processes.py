@@ -9,6 +9,8 @@ import threading
 import time
 import uuid
 
+import pytest
+
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
 from laminar.cluster.roles import RUN_ID_VARIABLE
 from laminar.cluster.usage import UsageMeter, held_bytes, processor_seconds
@@ -39,19 +41,35 @@ def test_the_mark_finds_grandchildren_in_sessions_of_their_own_and_ends_them():
     assert marked_processes(run_id) == []
 
 
+def test_memory_is_told_by_kind_of_role_with_all_that_a_role_started(tmp_path):
+    run_id = uuid.uuid4().hex
+    process = start_tree(run_id)
+    try:
+        wait_for(lambda: len(marked_processes(run_id)) == 2)
+        both = resident_bytes(marked_processes(run_id))
+        told = UsageMeter(run_id, tmp_path).measure({"rollout-0": process.pid, "rollout-1": 2**22 + 1})
+        assert told["system/memory_bytes_rollout"] == pytest.approx(both, rel=0.2)
+        assert told["system/memory_bytes_supervisor"] == pytest.approx(resident_bytes([os.getpid()]), rel=0.2)
+        assert "system/memory_bytes_other" not in told
+        assert UsageMeter(run_id, tmp_path).measure({})["system/memory_bytes_other"] == pytest.approx(both, rel=0.2)
+    finally:
+        end_processes(run_id, 10.0)
+        process.wait(5)
+
+
 def test_use_is_that_of_the_runs_processes_and_of_its_own_shared_memory(tmp_path):
     run_id = uuid.uuid4().hex
     for name, size in ((f"laminar-{run_id}-node", 40_960), ("laminar-other-node", 81_920)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "slot").write_bytes(b"1" * size)
     meter = UsageMeter(run_id, tmp_path)
-    first = meter.measure()
+    first = meter.measure({})
     assert first["system/cpu_ratio"] == 0
     assert 40_960 <= first["system/shared_memory_bytes"] < 81_920  # the folder may take a block of its own
     before = processor_seconds([os.getpid()])[os.getpid()]
     while processor_seconds([os.getpid()])[os.getpid()] < before + 0.02:
         sum(range(100_000))
-    second = meter.measure()
+    second = meter.measure({})
     assert second["system/cpu_ratio"] > 0
     assert second["system/host_memory_bytes"] > 1_000_000
     assert held_bytes([tmp_path / "gone"]) == 0
