@@ -91,21 +91,21 @@ def take_samples(folder: RunFolder, supervisor: int, samples: Samples) -> None:
             if name != "redis":
                 samples.add("memory_mb", name, pid, memory / MB)
             samples.add("descriptors", name, pid, len(os.listdir(f"/proc/{pid}/fd")))
-    shared = sum(file.stat().st_blocks * 512 for file in stored_files(folder.path.name))
-    samples.add("shared_mb", "all", 0, shared / MB)
+    samples.add("shared_mb", "all", 0, stored_bytes(folder.path.name) / MB)
     with contextlib.suppress(redis.RedisError, ValueError, OSError):
         sample_redis(folder, samples)
 
 
-def stored_files(run_id: str) -> list[Path]:
-    """Slots and versions in shared memory; hard links of one file count once."""
+def stored_bytes(run_id: str) -> int:
+    """What slots and versions take of shared memory; hard links of one file count once, what goes meanwhile not at all."""
     files = {}
     for root in Path("/dev/shm").glob(f"laminar-{run_id}-*"):
         for folder, _, names in os.walk(root):
             for name in names:
                 with contextlib.suppress(OSError):
-                    files[(Path(folder) / name).stat().st_ino] = Path(folder) / name
-    return list(files.values())
+                    found = (Path(folder) / name).stat()
+                    files[found.st_ino] = found.st_blocks * 512
+    return sum(files.values())
 
 
 def sample_redis(folder: RunFolder, samples: Samples) -> None:

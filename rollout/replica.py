@@ -70,6 +70,8 @@ class Replica:
         self.last_swap_seconds = 0.0
         self.last_pull: tuple[float, int] | None = None
         """Seconds and bytes of the last update; None before the first."""
+        self.asked_tokens = self.cached_tokens = 0
+        """Of all contexts that engines were asked to continue; of these, those whose keys and values they had already."""
         self._pulls: deque[tuple[float, float]] = deque(maxlen=MAX_PULLS)
         self.last_verdict: Verdict | None = None
         """On the weights that came with the last swap."""
@@ -206,7 +208,10 @@ class Replica:
             on_tokens = as_segments(trial.guard(on_segment), masked_heads=self._config.swap == "in_place")
         engine_id = self._requests[request_id].engine_id
         try:
-            return await trial.settle(await client.generate(input_ids, sampling, engine_id, on_tokens))
+            generation = await client.generate(input_ids, sampling, engine_id, on_tokens)
+            self.asked_tokens += len(input_ids)
+            self.cached_tokens += generation.cached_tokens
+            return await trial.settle(generation)
         except BrokenAnswerError as error:
             received = await trial.settle(error.received)
             logger.info("request %s: %s; %d tokens are kept", request_id, error, received.num_tokens)

@@ -113,6 +113,8 @@ class WorkerCounts:
             "weights/swap_seconds": replica.last_swap_seconds,
             **{f"rollout/failures_{kind}": count for kind, count in self._failures.items()},
         }
+        if replica.asked_tokens:
+            metrics["engine/prefix_hit_ratio"] = replica.cached_tokens / replica.asked_tokens
         if replica.last_pull is not None:
             seconds, num_bytes = replica.last_pull
             metrics |= {"weights/pull_seconds": seconds, "weights/pull_bytes_per_second": num_bytes / max(seconds, 1e-9)}

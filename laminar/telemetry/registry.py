@@ -172,6 +172,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("engine/running", "requests", "requests being decoded"),
     Metric("engine/waiting", "requests", "requests in the engine's queue"),
     Metric("engine/kv_use_ratio", "share", "key-value cache in use"),
+    Metric(
+        "engine/prefix_hit_ratio",
+        "share",
+        "of all context tokens that its engines were asked to continue, those they had in their cache",
+    ),
     Metric("engine/generated_tokens", "tokens", "tokens sampled so far by this worker's engines", "counter"),
     Metric("worker/open_trajectories", "trajectories", "episodes this worker plays now"),
     Metric("worker/finished_trajectories", "trajectories", "episodes this worker ended so far", "counter"),

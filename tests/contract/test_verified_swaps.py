@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from laminar.cluster.roles import RoleContext
+from laminar.config.rollout import RolloutConfig
 from laminar.config.root import LaminarConfig
 from laminar.types import FinishReason, SamplingParameters, WeightVersion
 from relay.probe import Probe, probe_tokens
@@ -24,6 +25,7 @@ from rollout.engines.tiny_model import write_tiny_model
 from rollout.replica import Replica
 from rollout.start_engine import engine_starter
 from rollout.verification import Check
+from rollout.worker_counts import WorkerCounts
 
 SGLANG_PYTHON = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
 NEEDS_SGLANG = (pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="needs `make sglang-cpu`"))
@@ -124,6 +126,18 @@ async def test_weights_that_do_not_give_the_trainer_s_log_probs_are_unknown_and_
     await site.replica.restart()
     answer = await site.generate(new=4)
     assert {segment.version for segment in answer.segments} == {WeightVersion(0, 3)}
+
+
+@pytest.mark.slow
+async def test_a_sibling_s_prompt_counts_as_a_hit_of_the_cache(make_site):
+    """Of two equal prompts a whole one was there already."""
+    site = await make_site("torch")
+    counts = WorkerCounts(RolloutConfig())
+    assert "engine/prefix_hit_ratio" not in counts.metrics(site.replica, None)
+    await site.generate(new=4)
+    assert counts.metrics(site.replica, None)["engine/prefix_hit_ratio"] == 0
+    await site.generate(new=4)
+    assert counts.metrics(site.replica, None)["engine/prefix_hit_ratio"] == 0.5
 
 
 @pytest.mark.slow
