@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from laminar.config.root import LaminarConfig
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
+from trainer.batches import Layout
 from trainer.engine import TrainerEngine
 from trainer.packing import PackedRows, pack_rows
 from trainer.plan import build_rows, plan_step
@@ -110,7 +111,7 @@ class Plain:
             mini_batches=1,
             max_tokens=trainer.max_tokens_per_micro_batch,
             num_ranks=1,
-            share_prompts=False,
+            layout=Layout.PADDED,
         )
         rows = build_rows(plan.rows, [t for group in groups for t in group], 0)
         (mini_batch,) = plan.mini_batches
