@@ -31,7 +31,8 @@ import redis
 from benchmarks.run_audit import history_problems
 from benchmarks.run_processes import engine_pids, kill_role, server_pids, told_roles, told_steps
 from benchmarks.slopes import Growth, measure_growth
-from laminar.cluster.processes import end_processes, marked_processes
+from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
+from laminar.cluster.usage import held_bytes
 from laminar.run_folder import RunFolder
 from laminar.telemetry.stream import stream_key
 
@@ -84,28 +85,14 @@ def take_samples(folder: RunFolder, supervisor: int, samples: Samples) -> None:
     names = {pid: role for role, pid in told_roles(folder).items()} | {supervisor: "supervisor"}
     names |= dict.fromkeys(engine_pids(folder), "engine") | dict.fromkeys(server_pids(folder), "redis")
     for pid in {*marked_processes(folder.path.name), *names}:
-        with contextlib.suppress(OSError, StopIteration):
+        with contextlib.suppress(OSError):
             name = names.get(pid) or command_name(Path(f"/proc/{pid}/cmdline").read_bytes())
-            status = Path(f"/proc/{pid}/status").read_text().splitlines()
-            memory = int(next(line for line in status if line.startswith("RssAnon")).split()[1]) * 1024
-            if name != "redis":
+            if name != "redis" and (memory := resident_bytes([pid])):
                 samples.add("memory_mb", name, pid, memory / MB)
             samples.add("descriptors", name, pid, len(os.listdir(f"/proc/{pid}/fd")))
-    samples.add("shared_mb", "all", 0, stored_bytes(folder.path.name) / MB)
+    samples.add("shared_mb", "all", 0, held_bytes(Path("/dev/shm").glob(f"laminar-{folder.path.name}-*")) / MB)
     with contextlib.suppress(redis.RedisError, ValueError, OSError):
         sample_redis(folder, samples)
-
-
-def stored_bytes(run_id: str) -> int:
-    """What slots and versions take of shared memory; hard links of one file count once, what goes meanwhile not at all."""
-    files = {}
-    for root in Path("/dev/shm").glob(f"laminar-{run_id}-*"):
-        for folder, _, names in os.walk(root):
-            for name in names:
-                with contextlib.suppress(OSError):
-                    found = (Path(folder) / name).stat()
-                    files[found.st_ino] = found.st_blocks * 512
-    return sum(files.values())
 
 
 def sample_redis(folder: RunFolder, samples: Samples) -> None:

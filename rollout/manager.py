@@ -18,13 +18,13 @@ import aiohttp
 from laminar.cluster.roles import RoleContext
 from laminar.config.rollout import RepackConfig
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import repack_limits
 from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.experience.client import connect
 from laminar.policies.repack import Move, RepackLimits, latch_idle, plan_repack
 from laminar.telemetry.clock import StateClock, report_clock
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import WeightVersion
-from rollout.occupants import guest_limits
 
 logger = logging.getLogger("laminar.rollout.manager")
 
@@ -192,13 +192,6 @@ class RolloutManager:
                 await self._stopping.wait()
         except TimeoutError:
             return
-
-
-def repack_limits(config: LaminarConfig) -> RepackLimits:
-    """What `[rollout.repack]` says, for plans."""
-    guests = guest_limits(config)
-    repack = config.rollout.repack
-    return RepackLimits(repack.kv_high, guests.kv_limit, guests.headroom_tokens, guests.max_requests, repack.crowded_tokens)
 
 
 def metrics_of(tally: Tally, entries: Sequence[ReplicaEntry]) -> dict[str, float]:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from laminar.config.root import LaminarConfig
-from laminar.policies.repack import expected_remaining, request_bound
+from laminar.config.sizes import repack_limits
+from laminar.policies.repack import expected_remaining
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,5 @@ class GuestLimits:
 
 def guest_limits(config: LaminarConfig) -> GuestLimits:
     """What `[rollout.repack]` says."""
-    repack, engine = config.rollout.repack, config.rollout.engine
-    bytes_per_parameter = 4 if config.model.dtype == "float32" else 2
-    bound = request_bound(repack.flops_per_byte, bytes_per_parameter) if repack.flops_per_byte else engine.max_running
-    return GuestLimits(repack.kv_limit, repack.headroom_tokens, min(bound, engine.max_running))
+    limits = repack_limits(config)
+    return GuestLimits(limits.kv_limit, limits.headroom_tokens, limits.max_requests)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
-from laminar.plugins import validate_options
 from laminar.types import WeightVersion
 from rollout.engine_handle import EngineHandle, StartEngine
 from rollout.engines.client import EngineClient
@@ -71,12 +70,8 @@ def engine_starter(context: RoleContext, config: LaminarConfig) -> StartEngine:
 
 
 def engine_options(config: LaminarConfig, kind: EngineKind) -> dict[str, Flag]:
-    """The flags of `[rollout.engine.options]`, with what their model, if the kind has one, or we add."""
-    options = dict(config.rollout.engine.options)
-    if kind.Options is not None:
-        own = validate_options(kind, options, "rollout.engine.options")
-        assert own is not None
-        options = own.model_dump(by_alias=True, exclude_none=True)
+    """The flags of `[rollout.engine.options]`, with what the kind and we add."""
+    options = kind.flags(config.rollout.engine.options)
     if config.rollout.engine.kind == "torch" and config.staleness.bound == 0:
         options.setdefault("batch-invariant", True)  # on-policy runs repeat bit by bit (DESIGN section 4, rule 9)
     return options

@@ -5,6 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from laminar.cluster.processes import marked_processes, resident_bytes
@@ -33,7 +34,8 @@ class UsageMeter:
             roles: process id by role, such as `rollout-0`; memory is told by kind of role, that of children included.
         """
         pids = [os.getpid(), *marked_processes(self._run_id)]
-        now, processor = time.monotonic(), processor_seconds(pids)
+        now, seen = time.monotonic(), look_at(pids)
+        processor = {pid: process.processor_seconds for pid, process in seen.items()}
         span = now - self._measured_at if self._measured_at is not None else 0.0
         spent = sum(seconds - self._processor.get(pid, 0.0) for pid, seconds in processor.items())
         self._processor, self._measured_at = processor, now
@@ -41,7 +43,7 @@ class UsageMeter:
         kinds = {pid: role.partition("-")[0] for role, pid in roles.items()}
         held: Counter[str] = Counter()
         for pid, size in resident.items():
-            held["supervisor" if pid == os.getpid() else kind_of(pid, kinds)] += size
+            held["supervisor" if pid == os.getpid() else kind_of(pid, seen, kinds)] += size
         return {
             "system/host_memory_bytes": sum(resident.values()),
             **{f"system/memory_bytes_{kind}": size for kind, size in held.items()},
@@ -50,42 +52,42 @@ class UsageMeter:
         }
 
 
-def kind_of(pid: int, kinds: Mapping[int, str]) -> str:
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process as the kernel tells it: who started it, and the processor time that it has spent since."""
+
+    parent: int
+    processor_seconds: float
+
+
+def look_at(pids: Iterable[int]) -> dict[int, Process]:
+    """Each process that has not gone."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    seen = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold blanks
+            seen[pid] = Process(int(fields[1]), (int(fields[11]) + int(fields[12])) / ticks)
+    return seen
+
+
+def kind_of(pid: int, seen: Mapping[int, Process], kinds: Mapping[int, str]) -> str:
     """The kind of the nearest process from this one upwards that has one; `other` if there is none (Ray, Redis, orphans)."""
-    while pid > 1 and pid not in kinds:
-        try:
-            pid = int(status_fields(pid)[1])
-        except OSError:
-            return "other"
+    while pid not in kinds and pid in seen:
+        pid = seen[pid].parent
     return kinds.get(pid, "other")
 
 
-def status_fields(pid: int) -> list[str]:
-    """What the kernel tells of a process, from its state on, which is the third field of `/proc/PID/stat`.
-
-    Raises:
-        OSError: it has gone.
-    """
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold blanks
-
-
-def processor_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Seconds of processor time that each process has spent since its start; one that has gone is left out."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    spent = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            fields = status_fields(pid)
-            spent[pid] = (int(fields[11]) + int(fields[12])) / ticks
-    return spent
-
-
 def held_bytes(places: Iterable[Path]) -> int:
-    """Bytes that files take, folders with all that is in them; what goes meanwhile is left out."""
-    total = 0
+    """Bytes that files take, folders with all that is in them, each once; what goes meanwhile is left out.
+
+    A version is a link to the slot that it was written into.
+    """
+    held: dict[tuple[int, int], int] = {}
     for place in places:
         for folder, _, names in os.walk(place):  # which passes over folders that go while it walks
             for name in ("", *names):
                 with contextlib.suppress(OSError):
-                    total += os.stat(os.path.join(folder, name)).st_blocks * BLOCK_BYTES
-    return total
+                    found = os.stat(os.path.join(folder, name))
+                    held[found.st_dev, found.st_ino] = found.st_blocks * BLOCK_BYTES
+    return sum(held.values())

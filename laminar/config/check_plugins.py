@@ -65,11 +65,9 @@ def _faults_of(where: str, kind: str, table: Mapping[str, str], options: Mapping
 
 
 def _engine_faults(config: LaminarConfig) -> Iterator[str]:
-    """An engine without a model for its options takes any flag of its command line."""
     engine = config.rollout.engine
     try:
-        if (kind := load_attribute(ENGINE_KIND)(engine.kind)).Options is not None:
-            validate_options(kind, engine.options, "rollout.engine.options")
+        load_attribute(ENGINE_KIND)(engine.kind).flags(engine.options)
     except ConfigError as error:
         yield str(error)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from laminar.config.check_plugins import algorithm_options
 from laminar.config.root import LaminarConfig
+from laminar.policies.repack import RepackLimits, request_bound
 
 _BYTES_PER_TOKEN = 8
 """An int32 token id and a float32 log-prob."""
@@ -112,6 +113,14 @@ def num_weight_slots(config: LaminarConfig) -> int:
     """
     num_mapping = config.rollout.num_workers if config.rollout.engine.may_map_weights else 0
     return config.relay.keep_versions + 1 + num_mapping + (not is_one_machine(config))
+
+
+def repack_limits(config: LaminarConfig) -> RepackLimits:
+    """What `[rollout.repack]` says, for plans; tokens as the engines count them."""
+    repack, most = config.rollout.repack, config.rollout.engine.max_running
+    if repack.flops_per_byte:
+        most = min(most, request_bound(repack.flops_per_byte, _BYTES_PER_NUMBER.get(config.model.dtype, 2)))
+    return RepackLimits(repack.kv_high, repack.kv_limit, repack.headroom_tokens, most, repack.crowded_tokens)
 
 
 def read_model_size(folder: Path) -> ModelSize | None:

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import groups_within_bytes, read_model_size
+from laminar.config.sizes import groups_within_bytes, read_model_size, repack_limits
 from laminar.errors import ConfigError
 from laminar.plugins import resolve
-from laminar.policies.repack import RepackLimits, request_bound
 from laminar.policies.samplers import SAMPLERS
 from laminar.simulate.cluster import Cluster, Engine, Trainer, Transfers
 from laminar.simulate.system import Repack, System
@@ -159,17 +158,7 @@ def _system(config: LaminarConfig) -> System:
     rollout, staleness = config.rollout, config.staleness
     repack = None
     if rollout.wants_manager(rollout.num_workers):
-        bytes_per_parameter = 4 if config.model.dtype == "float32" else 2
-        flops_per_byte = rollout.repack.flops_per_byte
-        bound = request_bound(flops_per_byte, bytes_per_parameter) if flops_per_byte else rollout.engine.max_running
-        limits = RepackLimits(
-            rollout.repack.kv_high,
-            rollout.repack.kv_limit,
-            rollout.repack.headroom_tokens,
-            min(bound, rollout.engine.max_running),
-            rollout.repack.crowded_tokens,
-        )
-        repack = Repack(limits, rollout.repack.interval_seconds)
+        repack = Repack(repack_limits(config), rollout.repack.interval_seconds)
     return System(
         kind="laminar",
         weight_update=rollout.effective_weight_update,

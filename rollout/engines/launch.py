@@ -11,7 +11,7 @@ from pathlib import Path
 
 from laminar.config.section import Section
 from laminar.errors import ConfigError
-from laminar.plugins import resolve
+from laminar.plugins import resolve, validate_options
 from laminar.types import WeightVersion
 from rollout.engines.pinned_load import LOADER
 
@@ -127,6 +127,17 @@ class EngineKind:
     checks_weights: bool = False
     reads_back: bool = False
     Options: type[Section] | None = None
+
+    def flags(self, options: Mapping[str, Flag]) -> dict[str, Flag]:
+        """What `[rollout.engine.options]` comes to, with the defaults of its model.
+
+        Raises:
+            ConfigError: the model does not take it.
+        """
+        if self.Options is None:
+            return dict(options)
+        own = validate_options(self, options, "rollout.engine.options")
+        return own.model_dump(by_alias=True, exclude_none=True) if own else {}
 
 
 TORCH = EngineKind(torch_command, checks_weights=True, reads_back=True)

@@ -13,7 +13,7 @@ import pytest
 
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
 from laminar.cluster.roles import RUN_ID_VARIABLE
-from laminar.cluster.usage import UsageMeter, held_bytes, processor_seconds
+from laminar.cluster.usage import UsageMeter, held_bytes, look_at
 
 TREE = """import subprocess, sys, time
 subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
@@ -66,14 +66,21 @@ def test_use_is_that_of_the_runs_processes_and_of_its_own_shared_memory(tmp_path
     first = meter.measure({})
     assert first["system/cpu_ratio"] == 0
     assert 40_960 <= first["system/shared_memory_bytes"] < 81_920  # the folder may take a block of its own
-    before = processor_seconds([os.getpid()])[os.getpid()]
-    while processor_seconds([os.getpid()])[os.getpid()] < before + 0.02:
+    before = look_at([os.getpid()])[os.getpid()].processor_seconds
+    while look_at([os.getpid()])[os.getpid()].processor_seconds < before + 0.02:
         sum(range(100_000))
     second = meter.measure({})
     assert second["system/cpu_ratio"] > 0
     assert second["system/host_memory_bytes"] > 1_000_000
     assert held_bytes([tmp_path / "gone"]) == 0
-    assert processor_seconds([2**22 + 1]) == {}
+    assert look_at([2**22 + 1]) == {}
+
+
+def test_a_version_that_is_a_link_to_its_slot_takes_no_room_of_its_own(tmp_path):
+    (tmp_path / "slot").write_bytes(b"1" * 40_960)
+    alone = held_bytes([tmp_path])
+    os.link(tmp_path / "slot", tmp_path / "version")
+    assert held_bytes([tmp_path]) < alone + 40_960
 
 
 def test_folders_that_come_and_go_while_they_are_measured_are_no_error(tmp_path):

@@ -7,13 +7,14 @@ import pytest
 
 from laminar.config.rollout import RepackConfig, RolloutConfig
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import repack_limits
 from laminar.directory import ReplicaEntry
 from laminar.policies.in_flight import next_limit
 from laminar.policies.over_provision import tail_of_batch
 from laminar.policies.repack import Move, RepackLimits
 from laminar.types import GroupHeader, GroupState
 from rollout.engines.wire import EngineLoad
-from rollout.manager import Repacker, metrics_of, repack_limits
+from rollout.manager import Repacker, metrics_of
 from rollout.occupants import GuestLimits, Occupant
 from rollout.worker_counts import DECODE, PREFILL, WorkerCounts
 
