@@ -8,8 +8,8 @@ shared memory. At the end Ctrl-C, then the audit of `benchmarks.faults`.
 
 Value: problems of the audit plus series that are not flat by the rule in `slopes`. Bar: 0. Allowances: 8 MB of memory, 3
 descriptors, 4 MB in Redis, 50 keys, 1 MB of shared memory. What Ray keeps of each dead process is Ray's, and allowed by the
-kill: its log monitor the two log files (two descriptors), its raylet a record (0.1 MB; measured 0.12 to 0.2 with what it grows
-by without kills). `--quick`: 3 minutes, kills every 15 to 30 seconds.
+kill: its log monitor the two log files (two descriptors), its raylet a record (0.1 MB; 0.12 to 0.2 are measured with what it
+grows by without kills). `--quick`: 3 minutes, kills every 15 to 30 seconds.
 """
 
 import argparse
