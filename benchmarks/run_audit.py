@@ -2,8 +2,8 @@
 
 from benchmarks.run_processes import told_steps
 from laminar.cluster.processes import end_processes, marked_processes
+from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import read_lines
 from trainer.audit import audit_run
 from trainer.spool import ReplaySpool
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import redis
 
 from laminar.cluster.processes import marked_processes
+from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import read_lines
 
 ENGINE_MODULES = (b"rollout.engines.server", b"rollout.engines.emulated_server")
 NAMED = {"worker": "rollout-", "trainer": "trainer-", "relay": "relay-"}

@@ -3,10 +3,11 @@
     trajectories/WORKER-NNNNN.jsonl.gz   gzip members, appended; each holds whole lines
     trajectories/steps.jsonl             which groups each step trained
 
-Invariants: a file is only ever appended to, or deleted whole; a torn last member is passed over. Written by workers
-(`rollout.trajectory_log`) and the observer; this module reads them, and writes the steps.
+Invariants: a file is only ever appended to, or deleted whole; a torn member or line is passed over, and costs none after it.
+Written by workers (`rollout.trajectory_log`) and the observer; this module reads them, and writes the steps.
 """
 
+import contextlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from laminar.json_lines import append_line, parse_line
 from laminar.whole_file import replace_file
 
 FORMAT_VERSION = 1
 STEPS = "steps.jsonl"
 MAX_STEPS_BYTES = 32 * 1024**2
 """Size at which the older half of the steps is dropped; records of trajectories that old are gone as well."""
+MEMBER_MAGIC = b"\x1f\x8b\x08\x00"
+"""How a gzip member begins."""
 
 Record = dict[str, Any]
 
@@ -126,22 +130,21 @@ class TrajectoryFolder:
                 if not line.endswith(b"\n"):
                     break
                 self._steps_read += len(line)
-                told = json.loads(line)
-                self._steps.update(dict.fromkeys(told["groups"], told["step"]))
+                if (told := parse_line(line)) is not None:
+                    self._steps.update(dict.fromkeys(told["groups"], told["step"]))
 
 
 def read_members(path: Path, start: int = 0) -> Iterator[tuple[int, int, list[str]]]:
-    """(offset, end, lines) of each whole gzip member from `start` on."""
+    """(offset, end, lines) of each whole gzip member from `start` on, which is where one begins."""
     data = path.read_bytes() if start == 0 else _read_from(path, start)
     position = 0
-    while position < len(data):
+    while position >= 0:
         stream = zlib.decompressobj(wbits=31)
-        try:
+        with contextlib.suppress(zlib.error):
             text = stream.decompress(data[position:])
-        except zlib.error:
-            return
-        if not stream.eof:
-            return
+        if not stream.eof:  # torn, by a kill or a full disk, unless it is the last and still being written
+            position = data.find(MEMBER_MAGIC, position + 1)
+            continue
         end = len(data) - len(stream.unused_data)
         yield start + position, start + end, text.decode().splitlines()
         position = end
@@ -180,9 +183,6 @@ def summarize(record: Record, file: str, member: int, line: int) -> Summary:
 def append_step(folder: Path, step: int, group_ids: Sequence[str], max_bytes: int = MAX_STEPS_BYTES) -> None:
     """Note which groups a step trained; the older half goes when the file has grown too large."""
     path = folder / STEPS
-    with path.open("a") as file:
-        file.write(json.dumps({"format_version": FORMAT_VERSION, "step": step, "groups": list(group_ids)}) + "\n")
-        size = file.tell()
-    if size > max_bytes:
+    if append_line(path, {"format_version": FORMAT_VERSION, "step": step, "groups": list(group_ids)}) > max_bytes:
         lines = path.read_bytes().splitlines(keepends=True)
         replace_file(path, b"".join(lines[len(lines) // 2 :]))

@@ -1,6 +1,7 @@
 """A small file that is there whole: who reads it meanwhile, or after a kill, finds the old content or the new.
 
-It is replaced in one rename. It does not survive a loss of power: nothing is synced to the disk.
+It is replaced in one rename. What is appended to a file that grows is there whole too, unless a kill comes in the middle.
+Neither survives a loss of power: nothing is synced to the disk.
 """
 
 import contextlib
@@ -36,3 +37,20 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
         yield file
     os.replace(temporary, path)
+
+
+def append_whole(path: Path, content: bytes) -> int:
+    """Add to the end of a file, which is made if it is not there: all of it, or nothing; returns the file's size, bytes.
+
+    Raises:
+        OSError: it cannot be written; the file is as it was, so what is appended later does not follow half of this.
+    """
+    with path.open("ab", buffering=0) as file:
+        size, rest = file.tell(), memoryview(content)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(size)
+            raise
+        return size + len(content)

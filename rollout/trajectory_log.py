@@ -16,6 +16,7 @@ import xxhash
 
 from laminar.trajectories import FORMAT_VERSION, Record
 from laminar.types import Chain, Segment, Trajectory
+from laminar.whole_file import append_whole
 from rollout.tokens import Tokenizer
 
 logger = logging.getLogger("laminar.rollout.trajectories")
@@ -70,8 +71,7 @@ class TrajectoryLog:
         lines = "".join(json.dumps(as_record(trajectory, self._tokenizer)) + "\n" for trajectory in batch)
         try:
             self._folder.mkdir(exist_ok=True)
-            with self._file().open("ab") as file:
-                file.write(gzip.compress(lines.encode(), compresslevel=5))
+            append_whole(self._file(), gzip.compress(lines.encode(), compresslevel=5))
             self._prune()
         except OSError as error:
             self.left_out += len(batch)

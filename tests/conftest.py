@@ -2,8 +2,10 @@
 
 import dataclasses
 import gc
+import resource
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,3 +166,19 @@ def make_run(redis_client: Redis) -> Callable[..., Awaitable[Run]]:
         return run
 
     return make
+
+
+@pytest.fixture
+def disk_limit() -> Callable[[int], AbstractContextManager[None]]:
+    """Within it this process can write no file beyond so many bytes: what fits is written, the rest is an OSError."""
+
+    @contextmanager
+    def limit(num_bytes: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limit

@@ -11,8 +11,8 @@ from laminar.config.load import load_config, read_toml
 from laminar.config.redact import redact
 from laminar.config.toml_text import format_document
 from laminar.errors import ConfigError
+from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import read_lines
 from laminar.telemetry.html_report import html_report
 
 

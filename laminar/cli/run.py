@@ -16,8 +16,8 @@ from laminar.cli.report import write_report
 from laminar.config.check import check_config
 from laminar.config.load import dump_toml, load_config
 from laminar.config.root import LaminarConfig
+from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import read_lines
 from laminar.telemetry.panel import render, step_line
 from laminar.telemetry.report import closing_report
 from laminar.telemetry.stream import Event

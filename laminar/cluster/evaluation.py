@@ -12,8 +12,8 @@ from laminar.cluster.crew import Crew
 from laminar.cluster.ray_cluster import RoleDiedError
 from laminar.config.root import LaminarConfig
 from laminar.errors import DeadlineError, LaminarError, RunFailedError
+from laminar.json_lines import iterate_lines
 from laminar.scores import EvaluationReport
-from laminar.telemetry.files import iterate_lines
 from laminar.telemetry.stream import TelemetryWriter
 
 RETRY_SECONDS = 0.5

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import ConfigError
+from laminar.json_lines import iterate_lines
 from laminar.simulate.from_config import Setting
 from laminar.simulate.simulation import simulate
 from laminar.simulate.timings import StepTimes
 from laminar.simulate.workload import observed_lengths, observed_quantiles
-from laminar.telemetry.files import iterate_lines
 from laminar.trajectories import TrajectoryFolder
 
 ROUNDS = 3

@@ -5,12 +5,11 @@ logged above its checkpoint is not part of the committed history. A line names t
 two lines, whoever reads the events again. A run is as long as it likes: whoever lives as long as it reads line by line.
 """
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from laminar.json_lines import append_line, iterate_lines
 from laminar.telemetry.stream import order_of
 from laminar.whole_file import replacing
 
@@ -47,8 +46,7 @@ class MetricsFile:
             return None
         named = {"event": event_id} if event_id else {}
         line = {"format_version": FORMAT_VERSION, "kind": kind, "step": step, **named, **values}
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(self.path, line)
         self.last_step, self.last_event = max(self.last_step, step if kind == "step" else 0), max(self.last_event, order)
         return line
 
@@ -59,18 +57,3 @@ class MetricsFile:
             last_step = max(last_step, line["step"] if line["kind"] == "step" else 0)
             last_event = max(last_event, order_of(line.get("event", "")))
         return last_step, last_event
-
-
-def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a file, one after the other; none if it is not there. A torn last line is left out."""
-    with contextlib.suppress(FileNotFoundError), path.open() as file:
-        for text in file:
-            try:
-                yield json.loads(text)
-            except json.JSONDecodeError:
-                return
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All of them at once."""
-    return list(iterate_lines(path))

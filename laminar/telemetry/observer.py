@@ -9,8 +9,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from laminar.json_lines import iterate_lines
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import MetricsFile, iterate_lines
+from laminar.telemetry.files import MetricsFile
 from laminar.telemetry.follower import POLL_SECONDS, Reader
 from laminar.telemetry.sinks.base import Sink
 from laminar.telemetry.stream import Event, order_of

@@ -4,14 +4,13 @@ Two kinds of lines: `spans` (one role's states with start and end, Unix seconds)
 every few seconds). Losing lines loses a drawing, never a figure.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from laminar.telemetry.files import read_lines
+from laminar.json_lines import append_line, read_lines
 from laminar.telemetry.stream import order_of
 
 FORMAT_VERSION = 1
@@ -49,10 +48,7 @@ class TimelineFile:
             self._append({"kind": "roles", "time": round(now, 3), "roles": roles})
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps({"format_version": FORMAT_VERSION, **line}) + "\n")
-            size = file.tell()
-        if size > self._max_bytes:
+        if append_line(self._path, {"format_version": FORMAT_VERSION, **line}) > self._max_bytes:
             os.replace(self._path, old_file(self._path))
 
 

@@ -12,8 +12,8 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from laminar.cluster.processes import end_processes
+from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 

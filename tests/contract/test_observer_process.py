@@ -11,8 +11,8 @@ import pytest
 from laminar.cluster.observer_process import ObserverProcess
 from laminar.config.load import dump_toml
 from laminar.config.root import LaminarConfig
+from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder, RunState
-from laminar.telemetry.files import read_lines
 from laminar.telemetry.stream import TelemetryReader, TelemetryWriter, order_of
 
 

@@ -11,8 +11,9 @@ from laminar.config.load import dump_toml
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
 from laminar.experience.answers import Frontier
+from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.telemetry.files import MetricsFile
 from laminar.trajectories import append_step
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
 from rollout.scripted import CodePointTokenizer

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from laminar.cluster.processes import end_processes, marked_processes
+from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from laminar.telemetry.files import read_lines
+from laminar.json_lines import read_lines
 from laminar.telemetry.registry import METRICS
 
 pytestmark = pytest.mark.e2e

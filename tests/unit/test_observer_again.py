@@ -1,7 +1,8 @@
 """An observer that is started again writes what is missing and nothing twice; sums go on over restarts and lives."""
 
+from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder
-from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.telemetry.files import MetricsFile
 from laminar.telemetry.observer import Observer
 from laminar.telemetry.stream import Event
 from laminar.telemetry.timeline import read_timeline

@@ -1,6 +1,7 @@
 """One point a step in `metrics.jsonl`, also when steps are replayed, told again after an outage, or told late."""
 
-from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.json_lines import read_lines
+from laminar.telemetry.files import MetricsFile
 from laminar.telemetry.follower import Follower
 from laminar.telemetry.observer import Observer
 from laminar.telemetry.stream import Event

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from laminar.errors import InvariantError
-from laminar.telemetry.files import MetricsFile, read_lines
+from laminar.json_lines import read_lines
+from laminar.telemetry.files import MetricsFile
 from laminar.telemetry.metrics_table import metrics_table
 from laminar.telemetry.registry import METRICS, check_declared
 from laminar.telemetry.report import closing_report, summarize
@@ -87,6 +88,18 @@ def test_a_line_torn_by_a_kill_is_dropped(tmp_path):
     MetricsFile(path).rewind(5)
     MetricsFile(path).append("step", 2, {})
     assert [line["step"] for line in read_lines(path)] == [1, 2]
+
+
+def test_a_line_torn_by_a_full_disk_hides_no_line_after_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.append("step", 1, {})
+    with path.open("a") as torn:
+        torn.write('{"format_version": 1, "ste')
+    file.append("step", 3, {})
+    file.append("step", 4, {})
+    assert [line["step"] for line in read_lines(path)] == [1, 3, 4]
+    assert MetricsFile(path).last_step == 4
 
 
 def test_tokens_generated_while_a_step_ran_are_split_by_time():

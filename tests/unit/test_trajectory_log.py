@@ -57,6 +57,45 @@ def test_a_torn_end_is_passed_over_and_read_once_it_is_whole(log, tmp_path, traj
     assert folder.read(folder.find("b-000"))["group_id"] == "b"
 
 
+def test_a_member_torn_by_a_kill_costs_none_after_it(log, tmp_path, trajectory_maker):
+    ends = []
+    for group in "abcd":
+        log.add(trajectory_maker.play(group, 0, "0.0"))
+        log.write()
+        (path,) = tmp_path.glob("*.jsonl.gz")
+        ends.append(path.stat().st_size)
+    whole = path.read_bytes()
+    for missing in range(1, ends[1] - ends[0], 7):
+        path.write_bytes(whole[: ends[1] - missing] + whole[ends[1] :])
+        folder = TrajectoryFolder(tmp_path)
+        assert sorted(s.group_id for s in folder.summaries()) == ["a", "c", "d"]
+        assert folder.read(folder.find("c-000"))["group_id"] == "c"
+
+
+def test_records_that_find_the_disk_full_cost_none_after_them(log, tmp_path, trajectory_maker, disk_limit):
+    log.add(trajectory_maker.play("a", 0, "0.0"))
+    log.write()
+    (path,) = tmp_path.glob("*.jsonl.gz")
+    log.add(trajectory_maker.play("b", 0, "0.0"))
+    with disk_limit(path.stat().st_size + 50):
+        log.write()
+    log.add(trajectory_maker.play("c", 0, "0.0"))
+    log.write()
+    assert sorted(s.group_id for s in TrajectoryFolder(tmp_path).summaries()) == ["a", "c"]
+    assert log.left_out == 1
+
+
+def test_a_torn_step_costs_no_step_after_it(log, tmp_path, trajectory_maker):
+    log.add(trajectory_maker.play("c", 0, "0.4"))
+    log.write()
+    append_step(tmp_path, 6, ["a"])
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 7, "grou')
+    append_step(tmp_path, 8, ["c"])
+    (summary,) = TrajectoryFolder(tmp_path).summaries()
+    assert (summary.step, summary.staleness) == (8, 3)
+
+
 def test_old_files_go_when_the_folder_is_full_and_are_forgotten(tmp_path, trajectory_maker):
     log = TrajectoryLog(tmp_path, "rollout-0", CodePointTokenizer(), rate=1.0, max_bytes=4000)
     folder = TrajectoryFolder(tmp_path)

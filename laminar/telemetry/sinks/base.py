@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from laminar.telemetry.files import iterate_lines
+from laminar.json_lines import iterate_lines
 from laminar.telemetry.stream import Event, order_of
 from laminar.whole_file import replace_file
 
