@@ -1,7 +1,7 @@
 """Files of JSON lines that are only appended to: one object a line.
 
-Invariants: whatever tore a line (a kill, a full disk, a loss of power), the next begins on a line of its own, and what is torn
-is passed over by readers: it costs itself, never a line after it. A file has one writer at a time.
+Invariants: whatever tore a line (a kill, a full disk, a loss of power), the next one begins on a new line, and readers pass
+over what is torn: it costs itself, never a line after it. A file has one writer at a time.
 """
 
 import contextlib

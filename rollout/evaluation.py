@@ -1,6 +1,7 @@
 """Evaluation on a worker's engine: one version, every item answered or counted as failed, nothing of training touched."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,11 +24,13 @@ class EvaluationResult:
         version_number: the one version that answered.
         rewards: prompt id → rewards of its answered samples, for every prompt.
         failures: texts of samples whose episode failed, by trajectory id; they are no zeros and in no figure.
+        seconds: that the answers took.
     """
 
     version_number: int
     rewards: dict[str, list[float]]
     failures: dict[str, str]
+    seconds: float
 
     def report(self, config: EvalConfig) -> EvaluationReport:
         """Its figures."""
@@ -48,7 +51,7 @@ async def evaluate(player: Player, replica: Replica, prompts: Sequence[Prompt], 
     Raises:
         EngineError: the engine was restarted on other weights meanwhile, so no one version could be measured.
     """
-    version = replica.version
+    version, began = replica.version, time.monotonic()
     assert version is not None
     limit = asyncio.Semaphore(config.rollout.engine.max_running)
     samples = tuple(range(config.eval.samples_per_prompt))
@@ -68,4 +71,4 @@ async def evaluate(player: Player, replica: Replica, prompts: Sequence[Prompt], 
         if trajectory.reward is not None:
             rewards[trajectory.prompt_id].append(trajectory.reward)
     failures = {t.trajectory_id: t.failure.text for t in outcomes if t.failure is not None}
-    return EvaluationResult(version.number, rewards, failures)
+    return EvaluationResult(version.number, rewards, failures, time.monotonic() - began)

@@ -48,6 +48,7 @@ class Tally:
     plans: int = 0
     released_replicas: int = 0
     moved_trajectories: int = 0
+    moved_tokens: float = 0.0
     failed_moves: int = 0
     plan_seconds: float = 0.0
 
@@ -108,9 +109,11 @@ class Repacker:
             return
         finally:
             self._busy.subtract((source.replica, destination.replica))
-        self.tally.moved_trajectories += outcome["moved"] + outcome["guests"]
-        self.tally.failed_moves += outcome["stayed"]
-        self.tally.released_replicas += bool(outcome["moved"] + outcome["guests"]) and not outcome["stayed"]
+        moved, stayed = outcome["moved"] + outcome["guests"], outcome["stayed"]
+        self.tally.moved_trajectories += moved
+        self.tally.moved_tokens += source.context_tokens * moved / max(1, moved + stayed)
+        self.tally.failed_moves += stayed
+        self.tally.released_replicas += bool(moved) and not stayed
         logger.info("%s into %s: %s", source.replica, destination.replica, dict(outcome))
 
 
@@ -201,6 +204,7 @@ def metrics_of(tally: Tally, entries: Sequence[ReplicaEntry]) -> dict[str, float
         "repack/plans": tally.plans,
         "repack/released_replicas": tally.released_replicas,
         "repack/moved_trajectories": tally.moved_trajectories,
+        "repack/moved_tokens": tally.moved_tokens,
         "repack/failed_moves": tally.failed_moves,
         "repack/plan_seconds": tally.plan_seconds,
         "repack/replicas": len(entries),

@@ -28,6 +28,7 @@ from trainer.ranks import Ranks
 from trainer.reference import FrozenPolicy, Reference
 from trainer.spikes import SpikeDetector
 from trainer.trained_module import TrainedModule, Update
+from trainer.utilisation import device_peak, model_shape
 
 logger = logging.getLogger("laminar.trainer.engine")
 
@@ -43,6 +44,8 @@ class TrainerEngine:
     Attributes:
         layout: how the rows of a micro-batch lie.
         spikes: what the last updates were like.
+        shape: what the policy's arithmetic hangs on.
+        peak_flops: operations a second that this rank's device could do; None if that is not known.
 
     Raises:
         ConfigError: if a model cannot be loaded or trained.
@@ -60,6 +63,8 @@ class TrainerEngine:
             gradient_checkpointing=config.trainer.gradient_checkpointing,
             flash=wants_flash(config.trainer, ranks),
         ).to(ranks.device)
+        self.shape = model_shape(self.model.num_parameters(), self.model.config)
+        self.peak_flops = device_peak(config.trainer, ranks.device, self.model.dtype)
         vocabulary_size = self.model.config.vocab_size
         lora = config.trainer.lora
         self.adapters = add_adapters(self.model, lora, config.run.seed) if lora.rank else None

@@ -32,6 +32,7 @@ class RowPlan:
         prompt: rows with the same value share their prompt.
         advantage: of the trajectory.
         sequence_tokens: trained tokens of the trajectory, all chains together.
+        row_tokens: all tokens of the chain.
     """
 
     group_id: str
@@ -40,6 +41,7 @@ class RowPlan:
     prompt: int
     advantage: float
     sequence_tokens: int
+    row_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,4 +205,5 @@ def _plan_group(
                     prompt=prompts.setdefault(prompt, first_prompt + len(prompts)),
                     advantage=advantages[trajectory.trajectory_id],
                     sequence_tokens=sum(trained),
+                    row_tokens=chain.num_tokens,
                 )

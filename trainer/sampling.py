@@ -7,6 +7,7 @@ empty or short but at the end of the data; what is kept beyond a batch waits for
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,7 +43,9 @@ class Batch:
         groups: in the same order.
         waited_seconds: until it was there.
         seen_rewards: of all groups judged meanwhile, filtered ones included.
-        num_judged: groups judged meanwhile; `num_kept` of them were kept, for this batch or a later one.
+        num_judged: groups judged meanwhile; `num_kept` of them were kept, for this batch or a later one, and in
+            `num_passed` of them an answer passed.
+        oldest_age_seconds: since the group was first seen that has waited longest, of those ready when it was drawn.
         dropped_lengths: trajectories evicted for their age since the last batch, by length; see `Counters`.
         oldest_trained: tokens of versions below this number are not trained.
         snapshot: what the batch was drawn from.
@@ -54,6 +57,8 @@ class Batch:
     seen_rewards: tuple[float, ...]
     num_judged: int
     num_kept: int
+    num_passed: int
+    oldest_age_seconds: float
     dropped_lengths: dict[str, int]
     oldest_trained: int
     snapshot: Snapshot
@@ -63,6 +68,7 @@ class Batch:
         counters = self.snapshot.counters
         metrics: dict[str, float] = {
             "experience/judged_groups": self.num_judged,
+            "experience/oldest_age_seconds": self.oldest_age_seconds,
             "experience/refilled": counters.refilled,
             "experience/abandoned": counters.abandoned,
             **{f"staleness/dropped_length_{bucket}": count for bucket, count in self.dropped_lengths.items()},
@@ -71,6 +77,7 @@ class Batch:
             metrics["reward/finished_mean"] = sum(self.seen_rewards) / len(self.seen_rewards)
         if self.num_judged:
             metrics["experience/kept_ratio"] = self.num_kept / self.num_judged
+            metrics["reward/pass_at_k"] = self.num_passed / self.num_judged
         return metrics
 
     @property
@@ -90,6 +97,7 @@ class _Wait:
     rounds_noticed: int = 0
     num_judged: int = 0
     num_filtered: int = 0
+    num_passed: int = 0
     rewards: list[float] = field(default_factory=list)
 
 
@@ -115,6 +123,7 @@ class BatchSource:
         self.prefetcher = Prefetcher(buffer)
         self._judged: dict[str, Group] = {}
         self._newest: dict[str, int] = {}
+        self._seen_at: dict[str, float] = {}
         self._dropped_before: Counter[str] | None = None
         self._loosest_bound = config.staleness.bound
         self.dropped_groups = 0
@@ -185,9 +194,12 @@ class BatchSource:
             await self._evict([error.group_id], EvictionReason.PAYLOAD_LOST)
             return True
         for group_id, group in zip(new, fetched, strict=True):
-            wait.rewards += [t.reward for t in group if t.reward is not None and t.purpose is Purpose.TRAIN]
+            rewards = [t.reward for t in group if t.reward is not None and t.purpose is Purpose.TRAIN]
+            wait.rewards += rewards
+            wait.num_passed += max(rewards, default=-math.inf) >= self._config.eval.pass_reward
             if self._keeps(group):
                 self._judged[group_id], self._newest[group_id] = group, newest_trained_number(group)
+                self._seen_at[group_id] = time.monotonic()
             else:
                 useless.append(group_id)
         wait.num_judged += len(new)
@@ -232,18 +244,23 @@ class BatchSource:
         known = self._judged | fetched
         groups = tuple(known[group_id] for group_id in group_ids)
         outstanding = {header.group_id for header in snapshot.headers}
+        now = time.monotonic()
+        oldest_age_seconds = max((now - at for g, at in self._seen_at.items() if g in outstanding), default=0.0)
         outstanding -= set(group_ids)
         self._judged = {group_id: group for group_id, group in self._judged.items() if group_id in outstanding}
         self._newest = {group_id: self._newest[group_id] for group_id in self._judged}
+        self._seen_at = {group_id: self._seen_at[group_id] for group_id in self._judged}
         dropped = Counter(snapshot.counters.dropped_lengths)
         new_dropped, self._dropped_before = dropped - (self._dropped_before or Counter()), dropped
         return Batch(
             group_ids=tuple(group_ids),
             groups=groups,
-            waited_seconds=time.monotonic() - wait.started,
+            waited_seconds=now - wait.started,
             seen_rewards=tuple(wait.rewards),
             num_judged=wait.num_judged,
             num_kept=wait.num_judged - wait.num_filtered,
+            num_passed=wait.num_passed,
+            oldest_age_seconds=oldest_age_seconds,
             dropped_lengths=dict(new_dropped),
             oldest_trained=oldest_trained_number(step - 1, self._loosest_bound),
             snapshot=snapshot,

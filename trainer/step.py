@@ -83,6 +83,8 @@ def train_step(
             work = Work(engine, algorithm, scored.rows, step, rate, totals)
             skipped_reason = train_epochs(work, scored.mini_batches, None if scored.mismatch else mismatch)
     metrics = plan.metrics | mismatch.metrics(engine.ranks) | totals.metrics() | {"train/learning_rate": rate}
+    if skipped_reason is None and engine.peak_flops is not None:
+        metrics["throughput/model_flops_utilisation"] = _utilisation(engine, plan, totals, engine.peak_flops)
     return StepReport(step, metrics, totals.trained_tokens, skipped_reason, tuple(totals.notices))
 
 
@@ -106,6 +108,13 @@ def _plan(
     )
     plan.metrics.update(batch_metrics(groups, trained_on=step - 1, oldest_trained=oldest_trained) | seen)
     return plan
+
+
+def _utilisation(engine: TrainerEngine, plan: StepPlan, totals: Totals, peak_flops: float) -> float:
+    """Of all ranks' arithmetic while they trained; see `trainer.utilisation`."""
+    flops = engine.shape.flops(row.row_tokens for row in plan.rows) * engine.config.trainer.epochs
+    seconds = totals.forward_backward_seconds + totals.optimizer_seconds
+    return flops / (peak_flops * engine.ranks.world_size * seconds)
 
 
 def _own_rows(engine: TrainerEngine, plan: StepPlan, groups: Groups | None, fetch: Fetch | None) -> Rows:

@@ -104,7 +104,8 @@ class Evaluations:
         report: EvaluationReport = result.report(self._config)
         self._evaluated.add(report.version_number)
         self._say(describe(report))
-        await self._telemetry.emit("evaluation", report.metrics(), fields={"step": report.version_number})
+        metrics = report.metrics() | {"time/evaluation_seconds": result.seconds}
+        await self._telemetry.emit("evaluation", metrics, fields={"step": report.version_number})
 
 
 def describe(report: EvaluationReport) -> str:

@@ -124,6 +124,9 @@ class TrainerConfig(Section):
     pack_rows: Literal["auto", "on", "off"] = "auto"
     """Rows of a micro-batch lie one behind the other, without padding and with prompts of their own. `auto`: on GPUs, where
     `flash-attn` is installed and the model is bfloat16; elsewhere packing is slower than padding."""
+    peak_flops: float | None = Field(None, gt=0)
+    """Operations a second that one device could do in the training dtype, for `throughput/model_flops_utilisation`. Unset:
+    the data sheet's, for GPUs known by name and bfloat16; otherwise that metric is left out."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     critic_learning_rate: float = Field(1e-5, gt=0)

@@ -79,10 +79,9 @@ async def observe(folder: RunFolder) -> None:
     deliveries = Deliveries(config.alerts, state.run_id)
     alerts = AlertSink(config, folder, deliveries)
     sinks = [*open_sinks(config, folder, state.run_id), alerts]
-    observer = Observer(
-        TelemetryReader(client, state.run_id), MetricsFile(folder.metrics), RunView(config.run.max_steps),
-        lambda event: None, folder, sinks,
-    )  # fmt: skip
+    view = RunView(config.run.max_steps, config.trainer.num_ranks, config.rollout.engine.tensor_parallel_size)
+    reader, metrics = TelemetryReader(client, state.run_id), MetricsFile(folder.metrics)
+    observer = Observer(reader, metrics, view, lambda event: None, folder, sinks)
     loops = [observer.run(beat), alerts.run(), deliveries.run()]
     tasks = [asyncio.create_task(loop) for loop in loops]
     ending = asyncio.create_task(_input_closes())

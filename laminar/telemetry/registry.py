@@ -56,6 +56,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/std", "", "population standard deviation of the same"),
     Metric("reward/min", "", "smallest reward in the step"),
     Metric("reward/max", "", "largest reward in the step"),
+    Metric(
+        "reward/pass_at_k",
+        "share",
+        "of all groups that were ready since the last step, those with an answer that passes (`eval.pass_reward`)",
+    ),
     Metric("reward/zero_std_ratio", "share", "groups of the step whose rewards are all equal"),
     Metric(
         "reward/finished_mean",
@@ -106,6 +111,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("mismatch/masked_staleness_*", "share", "the same of tokens of this staleness"),
     Metric("throughput/trained_tokens_per_second", "tokens/s", "sampled tokens trained, over the step's whole span"),
     Metric("throughput/generated_tokens_per_second", "tokens/s", "tokens sampled by all engines, over the same span"),
+    Metric(
+        "throughput/tokens_per_second_per_device",
+        "tokens/s",
+        "trained tokens over all devices, the trainer's and the engines', by the same span",
+    ),
+    Metric(
+        "throughput/model_flops_utilisation",
+        "share",
+        "arithmetic that the trained rows need, over what the ranks could do in the passes' and updates' time",
+    ),
     Metric("throughput/trajectories_per_second", "1/s", "trajectories trained, over the step's whole span"),
     Metric(
         "time/step_seconds",
@@ -123,6 +138,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("time/spool_seconds", "s", "writing the step into the replay spool"),
     Metric("time/checkpoint_seconds", "s", "saving the last checkpoint; 0 before the first"),
+    Metric("time/evaluation_seconds", "s", "answering the held-out prompts, beside training"),
     Metric(
         "time/state_*",
         "s",
@@ -131,6 +147,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("experience/ready_groups", "groups", "complete groups that wait"),
     Metric("experience/open_groups", "groups", "groups being played"),
+    Metric(
+        "experience/oldest_age_seconds",
+        "s",
+        "since the trainer first saw the group that has waited longest, of those ready when the batch was drawn",
+    ),
     Metric("experience/bytes", "bytes", "payload bytes held or reserved"),
     Metric(
         "experience/producer_wait_seconds", "s", "no claim was granted, because `max_bytes` was reserved, so far", "counter"
@@ -213,6 +234,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("repack/released_replicas", "replicas", "emptied by moves so far", "counter"),
     Metric("repack/moved_trajectories", "trajectories", "moved by plans so far", "counter"),
     Metric(
+        "repack/moved_tokens",
+        "tokens",
+        "context that they took along so far, of replicas as the directory last knew them",
+        "counter",
+    ),
+    Metric(
         "repack/failed_moves",
         "trajectories",
         "moves of plans that came to nothing so far; they stayed where they were",
@@ -237,6 +264,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("resume/kept_groups", "groups", "complete groups kept when the lineage was opened"),
     Metric("resume/regenerated_prompts", "prompts", "to be generated again when the lineage was opened"),
     Metric("resume/lost_prompts", "prompts", "untrained, and neither kept nor to be generated again; must be 0"),
+    Metric("faults/heartbeat_age_seconds", "s", "since the role was heard that is silent for longest"),
     Metric("faults/restarts_*", "", "restarts of a role so far", "counter"),
     Metric(
         "system/host_memory_bytes",

@@ -72,9 +72,17 @@ class GenerationMeter:
 
 @dataclass(slots=True)
 class RunView:
-    """The latest of everything."""
+    """The latest of everything.
+
+    Attributes:
+        max_steps: that the run is to take.
+        train_devices: that train; 0 if it is not known, then nothing is told by device.
+        engine_devices: that an engine is split over.
+    """
 
     max_steps: int
+    train_devices: int = 0
+    engine_devices: int = 1
     step: int = 0
     latest: dict[str, float] = field(default_factory=dict)
     workers: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -167,11 +175,16 @@ class RunView:
         if seconds > 0:
             metrics["throughput/trained_tokens_per_second"] = metrics.get("train/tokens", 0.0) / seconds
             metrics["throughput/generated_tokens_per_second"] = generated / seconds
+            if self.train_devices:
+                devices = self.train_devices + self.engine_devices * len(self.workers)
+                metrics["throughput/tokens_per_second_per_device"] = metrics.get("train/tokens", 0.0) / seconds / devices
         for name in metrics.keys() & set(COUNTED_BY_THE_TRAINER):
             metrics[name] = self._totals[name].report(event.role, metrics[name])
         for name in SUMMED_OVER_WORKERS:
             metrics[name] = self._totals[name].value
         metrics |= self._worst_of_roles() | self.system
+        if self.heard_at:
+            metrics["faults/heartbeat_age_seconds"] = max(0.0, event.time - min(self.heard_at.values()))
         for name, value in metrics.items():
             if name.startswith("staleness/histogram_"):
                 self.staleness[int(name.rpartition("_")[2])] += int(value)

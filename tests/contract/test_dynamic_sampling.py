@@ -92,6 +92,22 @@ async def test_a_one_none_and_two_informative_groups_train_after_the_third_round
     assert (await table.run.buffer.counters()).is_balanced
 
 
+async def test_groups_that_pass_are_counted_among_all_that_were_judged_and_waiting_has_an_age(make_table):
+    table = await make_table()
+    waiting = table.ask(1)
+    claim = await table.run.claim("0.0", groups=5)
+    for group, rewards in zip(claim.groups, [(0.0, 0.0), (0.0, 0.5), (1.0, 0.0), (0.0, 2.0), (1.0, 1.0)], strict=True):
+        trajectories = [table.maker.play(group.group_id, m, "0.0", reward=r) for m, r in enumerate(rewards)]
+        await table.run.buffer.submit_many(trajectories, "w")
+    batch = await waiting
+    metrics = batch.metrics()
+    judged = metrics["experience/judged_groups"]
+    assert judged in (4, 5)  # the fifth may come after the batch is full
+    assert metrics["reward/pass_at_k"] == (judged - 2) / judged  # neither of the first two reaches 1
+    assert metrics["experience/oldest_age_seconds"] > 0
+    check_declared(metrics)
+
+
 async def test_b_what_is_kept_beyond_the_batch_is_trained_next_with_its_own_version(make_table):
     table = await make_table()
     waiting = table.ask(1)

@@ -30,7 +30,7 @@ class Crew:
             await self.reached.wait()
         if self.troubles:
             raise self.troubles.pop(0)
-        return EvaluationResult(self.held.get(min_number, min_number), {"a": [1.0], "b": [0.0]}, {"c": "no answer"})
+        return EvaluationResult(self.held.get(min_number, min_number), {"a": [1.0], "b": [0.0]}, {"c": "no answer"}, 2.5)
 
     def publish(self, number):
         self.newest = number
@@ -93,6 +93,7 @@ async def test_every_due_version_is_asked_for_before_it_is_there_and_the_last_on
     assert crew.asked[:2] == [2, 4]
     metrics = evaluations.telemetry.events[0][1]
     assert (metrics["eval/accuracy"], metrics["eval/num_prompts"], metrics["eval/failed"]) == (0.5, 2, 1)
+    assert metrics["time/evaluation_seconds"] == 2.5
 
 
 async def test_an_end_between_two_due_versions_is_evaluated_for_itself(make):

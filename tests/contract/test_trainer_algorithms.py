@@ -141,6 +141,18 @@ def test_several_epochs_train_each_token_once_more_but_count_it_once(models, ran
     )
 
 
+def test_the_share_of_a_devices_arithmetic_is_that_of_the_trained_rows_in_every_epoch(models, ranks):
+    engine, report = run_step(make_config(models, "dr_grpo", mini_batches=2, epochs=3, peak_flops=1e9), ranks)
+    config, metrics = engine.model.config, report.metrics
+    width = config.num_hidden_layers * config.hidden_size
+    rows = [chain.num_tokens for group in make_groups() for t in group for chain in t.chains]
+    parameters = sum(parameter.numel() for parameter in engine.model.parameters())
+    flops = 6 * parameters * sum(rows) + 12 * width * sum(n * n for n in rows)
+    seconds = metrics["time/forward_backward_seconds"] + metrics["time/optimizer_seconds"]
+    assert metrics["throughput/model_flops_utilisation"] * 1e9 * seconds == pytest.approx(3 * flops)
+    check_declared(metrics)
+
+
 def test_a_step_whose_trajectories_are_all_dropped_is_skipped_with_the_reason(models, ranks):
     config = make_config(models, "k3 mask", correction={"max_k3": 1e-9})
     engine, report = run_step(config, ranks)

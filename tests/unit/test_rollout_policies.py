@@ -99,6 +99,7 @@ async def test_the_manager_sends_the_smallest_to_the_fullest_and_counts_what_cam
     assert sorted(calls) == [("http://a", "http://c"), ("http://b", "http://c")]
     tally = manager.tally
     assert (tally.plans, tally.moved_trajectories, tally.failed_moves, tally.released_replicas) == (1, 9, 1, 1)
+    assert tally.moved_tokens == 100 * 3 / 4 + 150
 
 
 async def test_a_replica_that_does_not_drain_is_neither_emptied_nor_filled():

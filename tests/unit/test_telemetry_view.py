@@ -52,6 +52,15 @@ def test_a_step_tells_of_the_oldest_version_that_a_replica_holds_and_of_what_the
     assert (metrics["weights/min_replica_version"], metrics["system/cpu_ratio"]) == (5.0, 0.5)
 
 
+def test_a_step_tells_trained_tokens_by_device_and_how_long_the_quietest_role_was_not_heard():
+    view = RunView(max_steps=3, train_devices=2, engine_devices=4)
+    for role, time in (("rollout-0", 100.0), ("rollout-1", 98.5)):
+        view.apply(worker_event(time, 0, role))
+    metrics = view.apply(step_event(1, 1200, 2.0, 102.0))
+    assert metrics["throughput/tokens_per_second_per_device"] == pytest.approx(600 / 10)
+    assert metrics["faults/heartbeat_age_seconds"] == pytest.approx(3.5)
+
+
 def test_the_docs_table_of_metrics_is_that_of_the_registry():
     file = Path(__file__).resolve().parents[2] / "laminar" / "telemetry" / "METRICS.md"
     assert file.read_text() == metrics_table(), "python -m laminar.telemetry.metrics_table > laminar/telemetry/METRICS.md"
