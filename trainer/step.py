@@ -19,6 +19,7 @@ from trainer.plan import StepPlan, build_rows, plan_step
 from trainer.schedule import learning_rate
 from trainer.scoring import Rows, score_step
 from trainer.updates import Totals, Work, train_epochs
+from trainer.utilisation import device_memory
 
 Groups = Sequence[tuple[Trajectory, ...]]
 Fetch = Callable[[Sequence[str]], Groups]
@@ -83,6 +84,7 @@ def train_step(
             work = Work(engine, algorithm, scored.rows, step, rate, totals)
             skipped_reason = train_epochs(work, scored.mini_batches, None if scored.mismatch else mismatch)
     metrics = plan.metrics | mismatch.metrics(engine.ranks) | totals.metrics() | {"train/learning_rate": rate}
+    metrics |= device_memory(engine.ranks.device)
     if skipped_reason is None and engine.peak_flops is not None:
         metrics["throughput/model_flops_utilisation"] = _utilisation(engine, plan, totals, engine.peak_flops)
     return StepReport(step, metrics, totals.trained_tokens, skipped_reason, tuple(totals.notices))

@@ -1,4 +1,4 @@
-"""How much of the devices' arithmetic a step's passes and updates used: model FLOPs utilisation. Pure.
+"""How much of the devices a step took: their arithmetic (model FLOPs utilisation) and their memory.
 
 PaLM (arXiv 2204.02311), appendix B: for each token 6 N operations forward and backward for N parameters, and 12 L H Q T for
 attention, of L layers with H heads of size Q over T tokens. What is computed again, or only to score, does not count; what
@@ -66,3 +66,12 @@ def device_peak(config: TrainerConfig, device: torch.device, dtype: torch.dtype)
     if config.peak_flops is not None or device.type != "cuda" or dtype != torch.bfloat16:
         return config.peak_flops
     return peak_flops(torch.cuda.get_device_name(device))
+
+
+def device_memory(device: torch.device) -> dict[str, float]:
+    """The most memory that this rank's tensors took on its GPU since the last call; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    peak = float(torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"system/device_memory_bytes": peak}

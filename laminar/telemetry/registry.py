@@ -272,6 +272,7 @@ METRICS: tuple[Metric, ...] = (
         "resident memory of all processes of the run on the driver's machine, without mapped files and shared memory",
     ),
     Metric("system/memory_bytes_*", "bytes", "the same by kind of role, with the processes it started; `other`: Ray, Redis"),
+    Metric("system/device_memory_bytes", "bytes", "most that the first trainer rank's tensors took on its GPU in the step"),
     Metric("system/shared_memory_bytes", "bytes", "weight versions in the shared memory of the driver's machine"),
     Metric("system/cpu_ratio", "share", "of the driver's cores, what the run's processes used in the last two seconds"),
 )

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from laminar.config.trainer import TrainerConfig
-from trainer.utilisation import ModelShape, device_peak, model_shape, peak_flops
+from trainer.utilisation import ModelShape, device_memory, device_peak, model_shape, peak_flops
 
 
 def test_the_operations_of_rows_by_hand():
@@ -46,3 +46,12 @@ def test_a_cpu_has_the_peak_that_the_settings_give_it_or_none():
     cpu = torch.device("cpu")
     assert device_peak(TrainerConfig(), cpu, torch.bfloat16) is None
     assert device_peak(TrainerConfig(peak_flops=1e11), cpu, torch.float32) == 1e11
+
+
+def test_a_gpus_peak_of_memory_is_that_since_the_last_look_and_a_cpu_has_none(monkeypatch):
+    peaks = {"cuda:1": 5e9}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[str(device)])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update({str(device): 1e9}))
+    gpu = torch.device("cuda", 1)
+    assert [device_memory(gpu), device_memory(gpu)] == [{"system/device_memory_bytes": peak} for peak in (5e9, 1e9)]
+    assert device_memory(torch.device("cpu")) == {}
