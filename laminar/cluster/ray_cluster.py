@@ -100,7 +100,7 @@ class RoleProcess:
             **spec.environment,
         }
         strategy = NodeAffinitySchedulingStrategy(spec.node_id, soft=spec.is_wish) if spec.node_id else "DEFAULT"
-        actor = ray.remote(_RoleActor).options(
+        actor = _REMOTE_ROLE.options(
             name=f"{spec.name}-{os.urandom(3).hex()}",
             num_cpus=spec.num_cpus,
             num_gpus=spec.num_gpus,
@@ -190,6 +190,10 @@ class _RoleActor:
         except (Exception, asyncio.CancelledError):
             self._logger.exception("%s failed", method)
             raise
+
+
+_REMOTE_ROLE = ray.remote(_RoleActor)
+"""Made once: Ray keeps every class that it is given, here and in the cluster, as long as the run lives."""
 
 
 def _last_line(text: str) -> str:
