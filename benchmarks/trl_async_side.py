@@ -177,8 +177,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
     def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
-        """What TRL says about staleness."""
-        names = ("sample/staleness_mean", "sample/staleness_max", "sample/dropped_stale_total")
+        """What TRL says about staleness, and of the answers that it trained."""
+        names = ("sample/staleness_mean", "sample/staleness_max", "sample/dropped_stale_total", "sample/trained_tokens_mean")
         self._note({name: logs[name] for name in names if logs.get(name) is not None})
 
     def _note(self, line: dict[str, Any]) -> None:

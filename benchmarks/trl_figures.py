@@ -37,6 +37,7 @@ class Seen:
         steps: number and end of each step.
         mean_age: staleness of what was trained, in versions.
         max_age: the greatest.
+        mean_tokens: sampled tokens of a trained trajectory.
     """
 
     side: str
@@ -45,6 +46,7 @@ class Seen:
     steps: Sequence[tuple[int, float]]
     mean_age: float
     max_age: float
+    mean_tokens: float
 
 
 def report(task: Task, seed: int, seen: Seen, notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def report(task: Task, seed: int, seen: Seen, notes: Sequence[dict[str, Any]]) -
         "seconds": round(end - seen.start, 1),
         "steps": len(seen.steps),
         "trained_per_second": round(trained / (end - seen.start), 3),
+        "trained_tokens_per_second": round(trained * seen.mean_tokens / (end - seen.start), 1),
         "seconds_to_reward": None if seconds is None else round(seconds - seen.start, 1),
         "samples_to_reward": samples,
         "reward_first": round(statistics.fmean(note["score"] for note in notes[:WINDOW]), 3),
@@ -101,13 +104,13 @@ def compare(arms: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for task in dict.fromkeys(arm["task"] for arm in arms):
         found = [arm for arm in arms if arm["task"] == task and "failed" not in arm]
         sides = list(dict.fromkeys(arm["side"] for arm in found))
-        speed, delay = (
-            {side: _median(found, side, name) for side in sides} for name in ("trained_per_second", "seconds_to_reward")
-        )
+        names = ("trained_per_second", "trained_tokens_per_second", "seconds_to_reward")
+        speed, tokens, delay = ({side: _median(found, side, name) for side in sides} for name in names)
         for side in sides:
             if side != "ours" and "ours" in sides:
                 ratios[f"{task}/{side}"] = {
                     "trained_per_second": round(speed["ours"] / speed[side], 3),
+                    "trained_tokens_per_second": round(tokens["ours"] / tokens[side], 3),
                     "reached_first": first_of("ours", delay["ours"], side, delay[side]),
                 }
     tails = [ratio for name, ratio in ratios.items() if name.startswith("smollm2_tails/")]

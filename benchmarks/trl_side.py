@@ -36,9 +36,17 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if time.time() - self._started > self._seconds:
             control.should_training_stop = True
 
+    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        """What TRL says of the answers that it trained."""
+        if "completions/mean_length" in logs:
+            self._write({"sample/trained_tokens_mean": logs["completions/mean_length"]})
+
     def _note(self, step: int) -> None:
+        self._write({"step": step, "at": time.time()})
+
+    def _write(self, line: dict[str, float]) -> None:
         with self._told.open("a") as file:
-            file.write(json.dumps({"step": step, "at": time.time()}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
@@ -63,7 +71,7 @@ def main() -> None:
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        logging_steps=1000,
+        logging_steps=1,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,

@@ -108,18 +108,22 @@ def test_a_reward_is_reached_when_the_mean_of_the_window_first_is_high_enough():
 def test_a_training_is_told_without_its_start_up_and_without_what_came_after_its_last_step():
     task = Task("t", "m", "r", 6, 1e-5, (1,), prompts_per_step=2, group_size=4)
     notes = [{"at": 101.0 + second, "score": 1.0, "long": second % 2 == 0} for second in range(40)]
-    told = report(task, 0, Seen("ours", 90.0, 100.0, [(1, 110.0), (2, 120.0)], 0.5, 1), notes)
+    told = report(task, 0, Seen("ours", 90.0, 100.0, [(1, 110.0), (2, 120.0)], 0.5, 1, 7.5), notes)
     assert (told["start_up_seconds"], told["seconds"], told["trained_per_second"]) == (10.0, 20.0, 0.8)
+    assert told["trained_tokens_per_second"] == 16 * 7.5 / 20
     assert told["untrained_share"] == pytest.approx(1 - 16 / 20)
     assert told["seconds_to_reward"] is None
 
 
 def test_ours_is_ahead_only_if_faster_and_there_first():
-    def arm(side, speed, seconds):
-        return {"side": side, "task": "smollm2_tails", "trained_per_second": speed, "seconds_to_reward": seconds}
+    def arm(side, speed, seconds, tokens=1.0):
+        rates = {"trained_per_second": speed, "trained_tokens_per_second": tokens * speed}
+        return {"side": side, "task": "smollm2_tails", **rates, "seconds_to_reward": seconds}
 
     ahead = compare_sides([arm("trl", 2.0, 60.0), arm("ours", 5.0, 30.0), arm("trl_async", 4.0, None)])
     assert (ahead["value"], ahead["holds"]) == (1.25, True)
+    longer = compare_sides([arm("ours", 5.0, 30.0, tokens=4.0), arm("trl_async", 4.0, None, tokens=2.0)])
+    assert longer["ratios"]["smollm2_tails/trl_async"]["trained_tokens_per_second"] == 2.5
     never = compare_sides([arm("trl", 2.0, None), arm("ours", 5.0, None)])
     assert (never["ratios"]["smollm2_tails/trl"]["reached_first"], never["holds"]) == ("nobody", False)
     assert compare_sides([arm("trl", 2.0, 60.0)])["holds"] is False
