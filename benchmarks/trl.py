@@ -11,8 +11,8 @@ first group is claimed) is told apart.
 `smollm2_tails` has 5 % of prompts whose answers go on for 64 tokens. Rewards are noted by one function on both sides.
 
 Value: trained trajectories/s, ours over the better of the two, with tails. Bar: above 1, and first at a mean reward of
-0.6 over the last 256 sums (`trl_figures`). Trained tokens/s stand beside it: a trainer that lets late answers go trains short
-ones, which are quick.
+0.6 over the last 256 sums (`trl_figures`). Trained tokens/s stand beside it: a trainer that lets late answers go trains the
+short ones, which are quick.
 """
 
 import argparse
