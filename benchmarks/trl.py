@@ -33,6 +33,7 @@ from typing import Any
 
 from benchmarks.trl_figures import Seen, Task, compare, merge_ages, report
 from benchmarks.trl_task import COLUMNS, LONG_SHARE, with_long_tails
+from laminar.json_lines import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 TRL_SIDES = {"trl": ("benchmarks.trl_side", 2), "trl_async": ("benchmarks.trl_async_side", 1)}
@@ -74,17 +75,12 @@ class Arm:
 
     def write_rows(self) -> Path:
         """The data, with every column in every row."""
-        rows = read_jsonl(ROOT / self.task.rows)
+        rows = read_lines(ROOT / self.task.rows)
         rows = with_long_tails(rows, LONG_SHARE if self.task.has_tails else 0.0, self.seed)
         path = self.folder / "rows.jsonl"
         full = [{"prompt": row["prompt"], **dict.fromkeys(COLUMNS, ""), **row, "log": str(self.notes)} for row in rows]
         path.write_text("".join(json.dumps(row) + "\n" for row in full))
         return path
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Its lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # -- TRL ---------------------------------------------------------------------------------------------------------------
@@ -115,7 +111,7 @@ def run_trl(arm: Arm, python: str, side: str) -> dict[str, Any]:
     (arm.folder / "task.json").write_text(json.dumps(task))
     begun = time.time()
     run_process([python, "-m", module, str(arm.folder / "task.json")], arm, {"OMP_NUM_THREADS": str(threads)})
-    lines = read_jsonl(told)
+    lines = read_lines(told)
     steps = [(line["step"], line["at"]) for line in lines if "step" in line]
     ages = [
         (line["sample/staleness_mean"], line["sample/staleness_max"]) for line in lines if "sample/staleness_max" in line
@@ -126,7 +122,7 @@ def run_trl(arm: Arm, python: str, side: str) -> dict[str, Any]:
     seen = Seen(
         side, begun, steps[0][1], steps[1:], *(merge_ages(ages) if ages else (0.0, 0)), mean_tokens=statistics.fmean(tokens)
     )
-    return report(arm.task, arm.seed, seen, read_jsonl(arm.notes))
+    return report(arm.task, arm.seed, seen, read_lines(arm.notes))
 
 
 # -- ours --------------------------------------------------------------------------------------------------------------
@@ -184,7 +180,7 @@ def run_ours(arm: Arm) -> dict[str, Any]:
     begun = time.time()
     run_process([sys.executable, "-m", "laminar.cli.main", "run", str(file)], arm, {"OMP_NUM_THREADS": "1"})
     (metrics,) = arm.folder.glob("*/metrics.jsonl")
-    lines = [line for line in read_jsonl(metrics) if line["kind"] == "step"]
+    lines = [line for line in read_lines(metrics) if line["kind"] == "step"]
     task, ages = arm.task, dict[int, float]()
     for line in lines:
         for name, count in line.items():
@@ -196,7 +192,7 @@ def run_ours(arm: Arm) -> dict[str, Any]:
         sum(age * count for age, count in ages.items()) / sum(ages.values()), max(ages),
         sum(line["train/tokens"] for line in lines) / len(lines) / (task.prompts_per_step * task.group_size),
     )  # fmt: skip
-    return report(arm.task, arm.seed, seen, read_jsonl(arm.notes))
+    return report(arm.task, arm.seed, seen, read_lines(arm.notes))
 
 
 def run_process(command: Sequence[str], arm: Arm, variables: dict[str, str]) -> None:

@@ -36,10 +36,13 @@ def load_model(config: ModelConfig, *, gradient_checkpointing: bool, flash: bool
             config=model_config,
             dtype=dtype,
             local_files_only=True,
+            use_safetensors=True,  # a checkpoint may come from anybody, and a .bin is a pickle
             attn_implementation="flash_attention_2" if is_flash else None,
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {config.path} holds no causal model that transformers can load: {error}") from error
+        raise ConfigError(
+            f"model.path {config.path} holds no causal model that transformers loads from safetensors (not .bin): {error}"
+        ) from error
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f'model.path {config.path} is stored in {model.dtype}: set model.dtype = "bfloat16" or "float32"')
     if gradient_checkpointing:

@@ -13,6 +13,7 @@ from typing import Any
 
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
+from laminar.json_lines import iterate_lines
 from laminar.run_folder import RunFolder
 from laminar.trajectories import STEPS, Record, read_members
 from laminar.types import (
@@ -98,10 +99,7 @@ class Recording:
 
     def recorded_losses(self) -> dict[int, float]:
         """`train/loss` by step, as the run logged it; empty without its `metrics.jsonl`."""
-        metrics = None if self.run is None else RunFolder(self.run).metrics
-        if metrics is None or not metrics.is_file():
-            return {}
-        lines = (json.loads(text) for text in metrics.read_text().splitlines() if text.endswith("}"))
+        lines = iterate_lines(RunFolder(self.run).metrics) if self.run is not None else ()
         return {line["step"]: line["train/loss"] for line in lines if line["kind"] == "step" and "train/loss" in line}
 
 
@@ -152,8 +150,4 @@ def _segment(segment: dict[str, Any]) -> Segment:
 
 def _groups_by_step(folder: Path) -> dict[int, Sequence[str]]:
     """Group ids by the step that trained them; a step that was trained anew after a resume counts as it was last."""
-    path = folder / STEPS
-    if not path.is_file():
-        return {}
-    told = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return {line["step"]: line["groups"] for line in told}
+    return {line["step"]: line["groups"] for line in iterate_lines(folder / STEPS)}

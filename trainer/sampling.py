@@ -86,6 +86,15 @@ class Batch:
         return tuple(self.snapshot.occurrences[group_id] for group_id in self.group_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A group that was kept: number of its newest token's version, and when it was first seen (`time.monotonic`)."""
+
+    group: Group
+    newest: int
+    seen_at: float
+
+
 @dataclass(slots=True)
 class _Wait:
     """One wait for a batch."""
@@ -121,9 +130,7 @@ class BatchSource:
         self._order = resolve(config.experience.sampler, SAMPLERS, "experience.sampler")
         self._batch_size, self._num_members = config.trainer.prompts_per_step, members_per_group(config)
         self.prefetcher = Prefetcher(buffer)
-        self._judged: dict[str, Group] = {}
-        self._newest: dict[str, int] = {}
-        self._seen_at: dict[str, float] = {}
+        self._judged: dict[str, _Judged] = {}
         self._dropped_before: Counter[str] | None = None
         self._loosest_bound = config.staleness.bound
         self.dropped_groups = 0
@@ -198,8 +205,7 @@ class BatchSource:
             wait.rewards += rewards
             wait.num_passed += max(rewards, default=-math.inf) >= self._config.eval.pass_reward
             if self._keeps(group):
-                self._judged[group_id], self._newest[group_id] = group, newest_trained_number(group)
-                self._seen_at[group_id] = time.monotonic()
+                self._judged[group_id] = _Judged(group, newest_trained_number(group), time.monotonic())
             else:
                 useless.append(group_id)
         wait.num_judged += len(new)
@@ -231,7 +237,7 @@ class BatchSource:
         """Let groups go that have no token young enough for this step; returns whether there were any."""
         oldest_trained = oldest_trained_number(step - 1, self._loosest_bound)
         outstanding = {header.group_id for header in snapshot.headers if header.state is GroupState.READY}
-        masked = [g for g, newest in self._newest.items() if g in outstanding and newest < oldest_trained]
+        masked = [g for g, judged in self._judged.items() if g in outstanding and judged.newest < oldest_trained]
         if masked:
             await self._evict(masked, EvictionReason.FULLY_MASKED)
         return bool(masked)
@@ -241,15 +247,14 @@ class BatchSource:
         missing = [group_id for group_id in group_ids if group_id not in self._judged]
         fetched = dict(zip(missing, await self._buffer.fetch(missing), strict=True)) if missing else {}
         await self._recycle_tail(snapshot, group_ids)
-        known = self._judged | fetched
-        groups = tuple(known[group_id] for group_id in group_ids)
+        groups = tuple(fetched[g] if g in fetched else self._judged[g].group for g in group_ids)
         outstanding = {header.group_id for header in snapshot.headers}
         now = time.monotonic()
-        oldest_age_seconds = max((now - at for g, at in self._seen_at.items() if g in outstanding), default=0.0)
+        oldest_age_seconds = max(
+            (now - judged.seen_at for g, judged in self._judged.items() if g in outstanding), default=0.0
+        )
         outstanding -= set(group_ids)
-        self._judged = {group_id: group for group_id, group in self._judged.items() if group_id in outstanding}
-        self._newest = {group_id: self._newest[group_id] for group_id in self._judged}
-        self._seen_at = {group_id: self._seen_at[group_id] for group_id in self._judged}
+        self._judged = {group_id: judged for group_id, judged in self._judged.items() if group_id in outstanding}
         dropped = Counter(snapshot.counters.dropped_lengths)
         new_dropped, self._dropped_before = dropped - (self._dropped_before or Counter()), dropped
         return Batch(

@@ -16,8 +16,12 @@ from laminar.config.trainer import TrainerConfig
 PEAK_FLOPS = {
     "B200": 2250e12,
     "GB200": 2500e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIE": 756e12,
     "H100": 989e12,
+    "H800 PCIE": 756e12,
     "H800": 989e12,
     "GH200": 989e12,
     "H20": 148e12,
@@ -26,7 +30,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "MI300X": 1307e12,
 }
-"""Dense bfloat16 operations a second by the vendors' data sheets, by the word that names a GPU."""
+"""Dense bfloat16 operations a second by the vendors' data sheets, by the words that name a GPU; slower builds come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,8 @@ def model_shape(num_parameters: int, config: PretrainedConfig) -> ModelShape:
 
 def peak_flops(device_name: str) -> float | None:
     """Of a device by its name, such as `NVIDIA H100 80GB HBM3`; None if it is not known."""
-    words = device_name.upper().replace("-", " ").split()
-    return next((PEAK_FLOPS[word] for word in words if word in PEAK_FLOPS), None)
+    words = set(device_name.upper().replace("-", " ").split())
+    return next((peak for name, peak in PEAK_FLOPS.items() if words.issuperset(name.split())), None)
 
 
 def device_peak(config: TrainerConfig, device: torch.device, dtype: torch.dtype) -> float | None:

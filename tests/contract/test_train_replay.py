@@ -1,6 +1,7 @@
 """Recorded trajectories trained again: bit for bit from the spool, to four digits of log-prob from the records."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -182,6 +183,19 @@ def test_groups_that_were_not_recorded_are_counted(recorded, model, tmp_path):
     finally:
         steps.write_text(text)
     assert [(len(found[n].groups), found[n].missing_groups) for n in (1, 3)] == [(2, 0), (1, 1)]
+
+
+def test_torn_lines_cost_no_recorded_step(recorded, model, tmp_path):
+    folder, _ = recorded
+    copy = tmp_path / "run"
+    shutil.copytree(folder.path, copy)
+    torn = '{"format_version": 1, "ste' + json.dumps({"kind": "step", "step": 9}) + "\n"  # a line glued to half of another
+    for file in (copy / "metrics.jsonl", copy / "trajectories" / "steps.jsonl"):
+        file.write_text(torn + file.read_text())
+    config = make_config(model, tmp_path)
+    assert Recording(copy, config).recorded_losses() == losses_of(folder)
+    steps = Recording(copy / "trajectories", config).steps()
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
 
 
 def test_a_folder_without_recorded_steps_is_refused(tmp_path, model):

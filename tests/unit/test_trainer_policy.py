@@ -6,13 +6,14 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import trainer.layout
+from laminar.config.system import ModelConfig
 from laminar.config.trainer import TrainerConfig
 from laminar.errors import ConfigError, InvariantError
 from laminar.types import Chain, WeightVersion, given, sampled
 from trainer import folding, trunk
 from trainer.batches import Layout
 from trainer.layout import common_layout, model_layout, packs_rows
-from trainer.model import can_share_prompts
+from trainer.model import can_share_prompts, load_model
 from trainer.packing import make_row, pack_rows
 from trainer.policy import Policy, score_tokens
 
@@ -292,3 +293,16 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused():
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ConfigError, match="final_logit_softcapping = 30"):
         Policy(model)
+
+
+def test_weights_that_are_a_pickle_are_refused_and_the_same_in_safetensors_load(tmp_path):
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model.save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    assert load_model(config, gradient_checkpointing=False).num_parameters() == model.num_parameters()
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"safetensors \(not \.bin\)"):
+        load_model(config, gradient_checkpointing=False)

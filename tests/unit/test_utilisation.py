@@ -31,6 +31,8 @@ def test_the_formula_counts_what_torch_counts_forward_and_backward(num_tokens):
     ("name", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA H20", 148e12),
