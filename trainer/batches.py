@@ -27,8 +27,9 @@ class Layout(Enum):
     - `PADDED`: whole rows; computed are rows x longest row.
     - `PACKED`: whole rows one behind the other; the sum of their lengths.
     - `SHARED`: each distinct prompt once, then the responses; prompts x longest prompt + rows x longest response.
-    - `FOLDED`: the same in one row without padding, in which a response sees its prompt and itself; the sum of prompts and
-      responses. Above `MOST_FOLDED_TOKENS` as `SHARED`.
+    - `FOLDED`: the same in one row without padding, a prefix tree, in which a token sees its path from the root; at most the
+      sum of prompts and responses, for what responses begin with alike is computed once. Above `MOST_FOLDED_TOKENS` as
+      `SHARED`.
     """
 
     PADDED = "padded"

@@ -37,9 +37,10 @@ class ValueModel(nn.Module):
 
     def forward(self, token_ids_BT: Tensor, mask_BT: Tensor, _: Tensor, *prompts: Tensor) -> Tensor:
         """Values, (B, T) float32, 0 where the mask is false; arguments as those of `Policy.forward`."""
-        hidden_BTH, scored_BT, _ = self._trunk.before(token_ids_BT, mask_BT, *prompts)
-        values_N = self.head(hidden_BTH[scored_BT])[:, 0].float()
-        values_BU = torch.zeros(scored_BT.shape, device=mask_BT.device).masked_scatter(scored_BT, values_N)
+        before = self._trunk.before(token_ids_BT, mask_BT, *prompts)
+        hidden_NH = before.states.index_select(0, before.state_of[before.asked])
+        values_N = self.head(hidden_NH)[:, 0].float()
+        values_BU = torch.zeros(before.asked.shape, device=mask_BT.device).masked_scatter(before.asked, values_N)
         return self._trunk.aligned(values_BU, mask_BT)
 
 

@@ -1,18 +1,21 @@
-"""Prompts and responses of a micro-batch in one row, each token once: a response sees its prompt and itself.
+"""The rows of a micro-batch as one prefix tree: tokens that rows begin with alike are computed once, prompts and responses.
 
-One pass instead of two, and no padding; attention computes tokens x tokens, so it is for few tokens.
-Shapes: B rows, T response tokens, P distinct prompts, N folded tokens, H hidden.
+The tree lies in one row, in which a token sees its path from the root by a mask: one pass, no padding, and the values and
+gradients of rows alone. Attention computes tokens x tokens, so it is for few tokens.
+Shapes: B rows, T response tokens, P distinct prompts, N tokens of the tree, H hidden.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from laminar.types import BoolArray
 from trainer.batches import MOST_FOLDED_TOKENS
 
-NO_ROW = -1
-"""The row of a prompt's tokens, which all its rows see."""
+ROOT = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,8 +23,8 @@ class Folded:
     """One row that stands for a micro-batch.
 
     Attributes:
-        token_ids: (N,) int64: the prompts, then what is given of each response.
-        places: (N,) int64, position of each token in its own row.
+        token_ids: (N,) int64, each after its parent.
+        places: (N,) int64, position of each token in the rows that it belongs to.
         sees: (N, N) bool: which tokens a token attends to.
         before: (B, T) int64: the token after which a response's token comes; any at places that nothing is asked about.
     """
@@ -32,50 +35,67 @@ class Folded:
     before: Tensor
 
 
+class _Tree:
+    """Tokens by their parent and id; a token's number is how many came before it."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[int, int], int] = {}
+
+    def walk(self, number: int, token_ids: Iterable[int]) -> list[int]:
+        """Numbers of the tokens that follow a token, which are made where there are none."""
+        path = []
+        for token_id in token_ids:
+            number = self.numbers.setdefault((number, token_id), len(self.numbers))
+            path.append(number)
+        return path
+
+    def sees(self) -> BoolArray:
+        """(N, N): each token sees its parent, what that sees, and itself."""
+        sees_NN = np.eye(len(self.numbers), dtype=np.bool_)
+        for (parent, _), number in self.numbers.items():
+            if parent != ROOT:
+                sees_NN[number] |= sees_NN[parent]
+        return sees_NN
+
+
 def fold(
     token_ids_BT: Tensor, mask_BT: Tensor, prompt_ids_PT: Tensor, lengths_P: Tensor, prompt_of_row_B: Tensor
 ) -> Folded | None:
-    """Fold a micro-batch; None if it has more than `MOST_FOLDED_TOKENS`.
+    """Fold a micro-batch; None if its tree has more than `MOST_FOLDED_TOKENS`.
 
     Args:
         token_ids_BT: int64, what follows the prompts, padded on the right.
-        mask_BT: bool, the places that something is asked about; what follows a row's last one is not computed.
+        mask_BT: bool, the places that something is asked about; a row's last one and what follows it are not computed.
         prompt_ids_PT: distinct prompts, padded on the right.
         lengths_P: their lengths.
         prompt_of_row_B: which prompt each row follows.
     """
     device, width = token_ids_BT.device, token_ids_BT.shape[1]
-    places_T, prompt_places_T = (torch.arange(size, device=device) for size in (width, prompt_ids_PT.shape[1]))
-    given_BT = places_T < (mask_BT * places_T).amax(dim=1, keepdim=True)
-    given_PT = prompt_places_T < lengths_P[:, None]
-    num_prompt_tokens, num_response_tokens = int(given_PT.sum()), int(given_BT.sum())
-    if num_prompt_tokens + num_response_tokens > MOST_FOLDED_TOKENS:
-        return None
-    prompt_of_token_P1, row_B1 = (torch.arange(size, device=device)[:, None] for size in (len(lengths_P), len(mask_BT)))
-    places_BT = lengths_P[prompt_of_row_B][:, None] + places_T
-    places_N = torch.cat([prompt_places_T.expand_as(given_PT)[given_PT], places_BT[given_BT]])
-    prompt_N = torch.cat(
-        [prompt_of_token_P1.expand_as(given_PT)[given_PT], prompt_of_row_B[:, None].expand_as(given_BT)[given_BT]]
-    )
-    row_N = torch.cat([row_B1.new_full((num_prompt_tokens,), NO_ROW), row_B1.expand_as(given_BT)[given_BT]])
-    same_NN = (row_N == NO_ROW) | (row_N == row_N[:, None])
-    before_BT = torch.zeros_like(token_ids_BT)
-    before_BT[:, 0] = (lengths_P.cumsum(0) - 1)[prompt_of_row_B]
-    before_BT[:, 1:][given_BT[:, :-1]] = torch.arange(num_response_tokens, device=device) + num_prompt_tokens
+    num_given_B = (mask_BT * torch.arange(width, device=device)).amax(dim=1)
+    tree = _Tree()
+    lengths = lengths_P.tolist()
+    ends = [tree.walk(ROOT, ids[:length])[-1] for ids, length in zip(prompt_ids_PT.tolist(), lengths, strict=True)]
+    before = []
+    for ids, num_given, prompt in zip(token_ids_BT.tolist(), num_given_B.tolist(), prompt_of_row_B.tolist(), strict=True):
+        path = [ends[prompt], *tree.walk(ends[prompt], ids[:num_given])]
+        before.append(path + [0] * (width - len(path)))
+        if len(tree.numbers) > MOST_FOLDED_TOKENS:
+            return None
+    sees_NN = torch.from_numpy(tree.sees()).to(device)
     return Folded(
-        token_ids=torch.cat([prompt_ids_PT[given_PT], token_ids_BT[given_BT]]),
-        places=places_N,
-        sees=same_NN & (prompt_N == prompt_N[:, None]) & (places_N <= places_N[:, None]),
-        before=before_BT,
+        token_ids=torch.tensor([token_id for _, token_id in tree.numbers], device=device),
+        places=sees_NN.sum(dim=1) - 1,
+        sees=sees_NN,
+        before=torch.tensor(before, device=device),
     )
 
 
 def run_folded(trunk: nn.Module, folded: Folded) -> Tensor:
-    """(B, T, H) hidden states that predict the responses' tokens."""
-    hidden_NH = trunk(
+    """(N, H) hidden states of the tree's tokens."""
+    hidden_NH: Tensor = trunk(
         input_ids=folded.token_ids[None],
         position_ids=folded.places[None],
         attention_mask=folded.sees[None, None],
         use_cache=False,
     ).last_hidden_state[0]
-    return hidden_NH.index_select(0, folded.before.flatten()).view(*folded.before.shape, -1)
+    return hidden_NH

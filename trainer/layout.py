@@ -134,7 +134,8 @@ def folding_error(model: PreTrainedModel) -> float:
         torch.arange(len(responses), device=device) // 2,
     )
     assert folded is not None
-    return float((run_folded(trunk, folded) - alone_BTH).double().norm() / alone_BTH.double().norm())
+    folded_BTH = run_folded(trunk, folded)[folded.before]
+    return float((folded_BTH - alone_BTH).double().norm() / alone_BTH.double().norm())
 
 
 def packed_places(scored_BU: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,9 @@ It is the module that DeepSpeed wraps, so everything that touches parameters hap
 Invariants: log-probs and entropy come from one distribution, the logits over the sampling temperature, in float32;
 logits exist only at trained places, and at most `max_logits_bytes` of them at once.
 
-Shapes: B rows, T tokens, P distinct prompts, N trained places, H hidden, V vocabulary.
+Where trained places have the same context, their logits are made once.
+
+Shapes: B rows, T tokens, P distinct prompts, N trained places, D distinct contexts of them, H hidden, V vocabulary.
 """
 
 from typing import Any
@@ -47,18 +49,20 @@ class Head(nn.Module):
         self._rows_at_once = max(1, max_logits_bytes // (4 * head.weight.shape[0]))
 
     def forward(
-        self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, *, entropy_gradient: bool
+        self, hidden_DH: Tensor, temperature_D: Tensor, context_N: Tensor, targets_N: Tensor, *, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         """As `score_tokens`, of the logits of these hidden states."""
 
-        def score(hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-            logits_NV = functional.linear(hidden_NH, self.weight, self.bias)
-            return score_tokens(logits_NV, targets_N, temperature_N, entropy_gradient=entropy_gradient)
+        def score(hidden_DH: Tensor, temperature_D: Tensor, context_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+            logits_DV = functional.linear(hidden_DH, self.weight, self.bias)
+            return score_tokens(logits_DV, temperature_D, context_N, targets_N, entropy_gradient=entropy_gradient)
 
         rows = self._rows_at_once
-        if len(hidden_NH) <= rows:
-            return score(hidden_NH, targets_N, temperature_N)
-        chunks = zip(hidden_NH.split(rows), targets_N.split(rows), temperature_N.split(rows), strict=True)
+        if len(hidden_DH) <= rows:
+            return score(hidden_DH, temperature_D, context_N, targets_N)
+        each_N = torch.arange(len(targets_N), device=targets_N.device) % rows  # a chunk's contexts are its own
+        parts = (hidden_DH[context_N], temperature_D[context_N], each_N, targets_N)
+        chunks = zip(*(part.split(rows) for part in parts), strict=True)
         scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
@@ -120,37 +124,55 @@ class Policy(nn.Module):
         Returns:
             (B, T) log-probs with gradient, and (B, T) entropies in nats; both 0 where nothing is asked.
         """
-        hidden_BTH, scored_BT, targets_BT = self._trunk.before(
-            token_ids_BT, mask_BT, prompt_ids_PT, prompt_lengths_P, prompt_of_row_B
-        )
-        temperature_N = temperature_B[:, None].expand_as(scored_BT)[scored_BT]
-        inputs = (hidden_BTH[scored_BT], targets_BT[scored_BT], temperature_N)
+        before = self._trunk.before(token_ids_BT, mask_BT, prompt_ids_PT, prompt_lengths_P, prompt_of_row_B)
+        asked_BU = before.asked
+        state_D, temperature_D, context_N = _distinct_contexts(before.state_of, temperature_B, asked_BU)
+        inputs = (before.states.index_select(0, state_D), temperature_D, context_N, before.token_ids[asked_BU])
         logprobs_N, entropy_N = self.head(*inputs, entropy_gradient=entropy_gradient)
-        empty_BU = torch.zeros(scored_BT.shape, dtype=logprobs_N.dtype, device=mask_BT.device)
-        both = (empty_BU.masked_scatter(scored_BT, logprobs_N), empty_BU.masked_scatter(scored_BT, entropy_N))
+        empty_BU = torch.zeros(asked_BU.shape, dtype=logprobs_N.dtype, device=mask_BT.device)
+        both = (empty_BU.masked_scatter(asked_BU, logprobs_N), empty_BU.masked_scatter(asked_BU, entropy_N))
         return self._trunk.aligned(both[0], mask_BT), self._trunk.aligned(both[1], mask_BT)
 
 
+def _distinct_contexts(state_of_BU: Tensor, temperature_B: Tensor, asked_BU: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of a hidden state and a temperature that something is asked about, each once.
+
+    Returns:
+        (D,) their states, (D,) their temperatures, and (N,) which of them each place has.
+    """
+    temperatures, temperature_of_B = temperature_B.unique(return_inverse=True)
+    pair_BU = state_of_BU * len(temperatures) + temperature_of_B[:, None]
+    pair_D, context_N = pair_BU[asked_BU].unique(return_inverse=True)
+    return pair_D // len(temperatures), temperatures[pair_D % len(temperatures)], context_N
+
+
 def score_tokens(
-    logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor, *, entropy_gradient: bool = False
+    logits_DV: Tensor, temperature_D: Tensor, context_N: Tensor, targets_N: Tensor, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of targets, and entropies, of the distribution softmax(logits / temperature).
+    """Log-probs of targets, and entropies, of the distributions softmax(logits / temperature).
 
     A temperature of 0 (greedy) reports the untempered distribution, as engines do.
+
+    Args:
+        logits_DV: of distinct contexts.
+        temperature_D: theirs.
+        context_N: int64, which context each target has.
+        targets_N: int64 token ids.
+        entropy_gradient: whether entropies carry a gradient too.
 
     Returns:
         (N,) log-probs with gradient, (N,) entropies in nats, with gradient if asked for; float32, or float64 for float64
         logits.
     """
-    temperature_N = torch.where(temperature_N > 0, temperature_N, 1.0)
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    if not bool((temperature_N == 1).all()):  # else a pass over the logits, and one back, for nothing
-        logits_NV = logits_NV / temperature_N[:, None]
+    temperature_D = torch.where(temperature_D > 0, temperature_D, 1.0)
+    logits_DV = logits_DV.to(torch.promote_types(logits_DV.dtype, torch.float32))
+    if not bool((temperature_D == 1).all()):  # else a pass over the logits, and one back, for nothing
+        logits_DV = logits_DV / temperature_D[:, None]
     if entropy_gradient and torch.is_grad_enabled():
-        logprobs_NV = logits_NV.log_softmax(dim=-1)
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).nan_to_num(nan=0.0).sum(dim=-1)
-        return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
-    return _Scores.apply(logits_NV, targets_N)
+        logprobs_DV = logits_DV.log_softmax(dim=-1)
+        entropy_D = -(logprobs_DV.exp() * logprobs_DV).nan_to_num(nan=0.0).sum(dim=-1)
+        return logprobs_DV[context_N, targets_N], entropy_D[context_N]
+    return _Scores.apply(logits_DV, context_N, targets_N)
 
 
 class _Scores(torch.autograd.Function):
@@ -161,21 +183,23 @@ class _Scores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        table_NV = logits_NV.log_softmax(dim=-1)
-        logprobs_N = table_NV.gather(1, targets_N[:, None])[:, 0]
-        probabilities_NV = table_NV.exp()
-        entropy_N = -table_NV.mul_(probabilities_NV).sum(dim=-1)
-        if bool(entropy_N.isnan().any()):  # a logit of minus infinity adds nothing
-            entropy_N = -table_NV.nan_to_num_(nan=0.0).sum(dim=-1)
-        ctx.save_for_backward(probabilities_NV, targets_N)
+    def forward(ctx: Any, logits_DV: Tensor, context_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        table_DV = logits_DV.log_softmax(dim=-1)
+        logprobs_N = table_DV[context_N, targets_N]
+        probabilities_DV = table_DV.exp()
+        entropy_D = -table_DV.mul_(probabilities_DV).sum(dim=-1)
+        if bool(entropy_D.isnan().any()):  # a logit of minus infinity adds nothing
+            entropy_D = -table_DV.nan_to_num_(nan=0.0).sum(dim=-1)
+        entropy_N = entropy_D[context_N]
+        ctx.save_for_backward(probabilities_DV, context_N, targets_N)
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_N: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient_N: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         """In place, as such tables are large: a second pass through the same graph is an error, which autograd reports."""
-        probabilities_NV, targets_N = ctx.saved_tensors
-        gradient_NV = probabilities_NV.mul_(-gradient_N[:, None])
-        return gradient_NV.scatter_add_(1, targets_N[:, None], gradient_N[:, None]), None
+        probabilities_DV, context_N, targets_N = ctx.saved_tensors
+        gradient_D = gradient_N.new_zeros(len(probabilities_DV)).index_add_(0, context_N, gradient_N)
+        gradient_DV = probabilities_DV.mul_(-gradient_D[:, None])
+        return gradient_DV.index_put_((context_N, targets_N), gradient_N, accumulate=True), None, None

@@ -1,5 +1,7 @@
 """Case D07 and the policy's promise: the values and gradients of a plain transformers forward."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -99,9 +101,60 @@ def test_values_and_gradients_equal_a_plain_forward(layout, chunk_bytes):
     assert_like_a_plain_forward(model, rows, *forward(model, rows, layout, chunk_bytes))
 
 
+def rows_of_ids(*pairs):
+    """A row for each pair of a prompt and an answer; rows with equal prompts share them."""
+    prompts = list(dict.fromkeys(prompt for prompt, _ in pairs))
+    chains = [Chain((given(prompt), sampled(answer, -np.ones(len(answer)), VERSION))) for prompt, answer in pairs]
+    return [row_of(chain, f"t{i}", prompts.index(pairs[i][0])) for i, chain in enumerate(chains)]
+
+
+ALIKE = rows_of_ids(
+    ((3, 4), (5, 6, 7, 8)),
+    ((3, 4), (5, 6, 9, 8)),  # two tokens as above
+    ((3, 4), (5, 6, 7, 8)),  # all
+    ((3, 4), (5, 6)),  # ends where others go on
+    ((3, 4, 5), (6, 7)),  # its prompt is the beginning of an answer
+    ((9, 4), (5, 6, 7)),  # begins otherwise: nothing in common, though what follows is alike
+)
+
+
+def test_tokens_that_rows_begin_with_alike_are_computed_once():
+    """3 4 5 6 7, 9 after the second 6, and 9 4 5 6: ten tokens for 28 of rows; nothing is asked after the last ones."""
+    shared = pack_rows(ALIKE, share_prompts=True, device=CPU)
+    prompts = (shared.prompts.token_ids, shared.prompts.lengths, shared.prompts.of_row)
+    folded = folding.fold(shared.token_ids, shared.mask, *prompts)
+    assert sorted(zip(folded.places.tolist(), folded.token_ids.tolist(), strict=True)) == [
+        (0, 3), (0, 9), (1, 4), (1, 4), (2, 5), (2, 5), (3, 6), (3, 6), (4, 7), (4, 9),
+    ]  # fmt: skip
+    assert folded.sees.sum(dim=1).tolist() == (folded.places + 1).tolist()
+    ids = folded.token_ids
+    assert ids[folded.before].tolist() == [
+        [4, 5, 6, 7], [4, 5, 6, 9], [4, 5, 6, 7], [4, 5, 3, 3], [5, 6, 3, 3], [4, 5, 6, 3],
+    ]  # fmt: skip
+    model = tiny_llama()
+    assert_like_a_plain_forward(model, ALIKE, *forward(model, ALIKE, Layout.FOLDED))
+
+
+def test_contexts_that_are_alike_get_logits_once_a_temperature(monkeypatch):
+    """19 places: four contexts at temperature 1; at 0.5 the first three of them and 3 4 5 6 9, and three of the last row."""
+    model, made = tiny_llama(), []
+
+    def count(logits, *others, **flags):
+        made.append(len(logits))
+        return score_tokens(logits, *others, **flags)
+
+    monkeypatch.setattr("trainer.policy.score_tokens", count)
+    rows = [replace(row, temperature=0.5 if i % 2 else 1.0) for i, row in enumerate(ALIKE)]
+    assert_like_a_plain_forward(model, rows, *forward(model, rows, Layout.FOLDED))
+    assert made == [4 + 4 + 3]
+    model.zero_grad()
+    assert_like_a_plain_forward(model, rows, *forward(model, rows, Layout.FOLDED, max_logits_bytes=4 * 37 * 3))
+    assert made[1:8] == [3, 3, 3, 3, 3, 3, 1]  # more than fit at once: in chunks, each place for itself
+
+
 def test_more_tokens_than_are_folded_go_by_the_cache(monkeypatch):
     model, rows = tiny_llama(), make_rows()
-    monkeypatch.setattr(folding, "MOST_FOLDED_TOKENS", 20)  # 8 of prompts, 16 given of responses
+    monkeypatch.setattr(folding, "MOST_FOLDED_TOKENS", 20)  # 8 of prompts, 16 given of responses, none alike
     monkeypatch.setattr(trunk, "run_folded", None)
     assert_like_a_plain_forward(model, rows, *forward(model, rows, Layout.FOLDED))
 
@@ -225,7 +278,7 @@ def test_a_micro_batch_of_nothing_gives_zero_gradients_everywhere(layout):
 )
 def test_logprobs_and_entropy_are_of_the_tempered_distribution(temperature, expected):
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(4, 4)
-    logprobs, entropy = score_tokens(logits, torch.arange(4), torch.full((4,), temperature))
+    logprobs, entropy = score_tokens(logits, torch.full((4,), temperature), torch.arange(4), torch.arange(4))
     torch.testing.assert_close(logprobs, torch.tensor(expected), atol=1e-5, rtol=0)
     assert entropy[0].item() == pytest.approx(-sum(np.exp(p) * p for p in expected), abs=1e-5)
 
@@ -233,11 +286,12 @@ def test_logprobs_and_entropy_are_of_the_tempered_distribution(temperature, expe
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_gradient_is_that_of_finite_differences(temperature):
     torch.manual_seed(0)
-    logits, targets, step = torch.randn(3, 7, dtype=torch.float64, requires_grad=True), torch.tensor([6, 0, 3]), 1e-5
-    temperatures, weights = torch.full((3,), temperature, dtype=torch.float64), torch.tensor([1.0, -2.0, 0.5]).double()
+    logits, step = torch.randn(3, 7, dtype=torch.float64, requires_grad=True), 1e-5
+    contexts, targets = torch.tensor([2, 0, 1, 0, 0]), torch.tensor([6, 0, 3, 5, 0])  # one has three, two of them alike
+    temperatures, weights = torch.full((3,), temperature).double(), torch.tensor([1.0, -2.0, 0.5, 3.0, 0.25]).double()
 
     def loss(logits):
-        return (score_tokens(logits, targets, temperatures)[0] * weights).sum()
+        return (score_tokens(logits, temperatures, contexts, targets)[0] * weights).sum()
 
     loss(logits).backward()
     nudges = step * torch.eye(21, dtype=torch.float64).reshape(21, 3, 7)
@@ -249,7 +303,7 @@ def test_the_gradient_is_that_of_finite_differences(temperature):
 def test_a_gradient_is_made_once():
     """It takes the place of the probabilities: a second pass is refused, never wrong."""
     logits = torch.zeros(1, 4, requires_grad=True)
-    logprobs, _ = score_tokens(logits, torch.tensor([1]), torch.ones(1))
+    logprobs, _ = score_tokens(logits, torch.ones(1), torch.tensor([0]), torch.tensor([1]))
     logprobs.sum().backward(retain_graph=True)
     torch.testing.assert_close(logits.grad, torch.tensor([[-0.25, 0.75, -0.25, -0.25]]))
     with pytest.raises(RuntimeError, match="inplace operation"):
@@ -257,7 +311,8 @@ def test_a_gradient_is_made_once():
 
 
 def test_an_impossible_token_leaves_the_entropy_defined():
-    _, entropy = score_tokens(torch.tensor([[0.0, 0.0, -torch.inf]]), torch.tensor([0]), torch.ones(1))
+    none = torch.tensor([0])
+    _, entropy = score_tokens(torch.tensor([[0.0, 0.0, -torch.inf]]), torch.ones(1), none, none)
     assert entropy.item() == pytest.approx(np.log(2), abs=1e-6)
 
 
