@@ -1,7 +1,8 @@
 """A continuous-batching engine on the CPU: requests join and leave at token boundaries.
 
 One call of `step` admits what fits, prefills all admitted prompts together (equal ones once), and decodes one token for
-every running request. Everything else (abort, pause, new weights) happens between steps, so at a token boundary.
+every running request (siblings that have drawn the same tokens so far, once). Everything else (abort, pause, new weights)
+happens between steps, so at a token boundary.
 
 Invariants: admission is first in, first out and reserves prompt + `max_new_tokens`, so a running request never lacks room;
 row i of the key-value store belongs to `running[i]`; every token records the version that sampled it; with unknown weights
@@ -177,7 +178,12 @@ class TorchEngine:
                     request.output.score_input(request.wire.input_ids, self.model.score(request.wire.input_ids))
             self._store.fit(max(reserved_tokens(request) for request in admitted), len(self.book.running) - len(admitted))
             hidden = self._fill(new)
-            self._draw(admitted, torch.stack([hidden[request.wire.rid] for request in admitted]))
+            place_of = {request.wire.rid: place for place, requests in enumerate(new.values()) for request in requests}
+            contexts = [place_of[request.wire.rid] for request in admitted]
+            unused = 1 + max(request.context for request in self.book.running)
+            for request, place in zip(admitted, contexts, strict=True):
+                request.context = unused + place
+            self._draw(admitted, torch.stack([hidden[key] for key in new]), contexts)
 
     def _key(self, request: Request) -> Any:
         return (self.book.weights_count, request.wire.extra_key, tuple(ids_of(request)))
@@ -190,35 +196,35 @@ class TorchEngine:
                 return False
         return True
 
-    def _fill(self, new: dict[Any, list[Request]]) -> dict[str, torch.Tensor]:
-        """Bring the rows of admitted requests up to date; returns the last hidden state (H,) of each, by request id.
+    def _fill(self, new: dict[Any, list[Request]]) -> dict[Any, torch.Tensor]:
+        """Bring the rows of admitted requests up to date; returns the last hidden state (H,) of each distinct sequence.
 
         Every distinct sequence is computed once, all of them in one pass; the rest are copies.
         """
         row_of = {request.wire.rid: row for row, request in enumerate(self.book.running)}
-        hidden: dict[str, torch.Tensor] = {}
+        hidden: dict[Any, torch.Tensor] = {}
         unknown = [key for key in new if self._prefixes.get(key) is None]
         if unknown:
             firsts = [new[key][0] for key in unknown]
             states = self.model.prefill([ids_of(f) for f in firsts], [row_of[f.wire.rid] for f in firsts], self._store)
-            hidden.update({first.wire.rid: state for first, state in zip(firsts, states, strict=True)})
+            hidden.update(zip(unknown, states, strict=True))
         for key, requests in new.items():
             num_tokens = len(key[2])
             stored = self._prefixes.get(key)
             first = requests[0]
+            if stored is not None:
+                hidden[key] = stored.last_hidden
             for request in requests:
                 request.stored_tokens = num_tokens
                 row = row_of[request.wire.rid]
                 if stored is not None:
                     self._store.load_row(row, stored.key_values)
-                    hidden[request.wire.rid] = stored.last_hidden
                 elif request is not first:
                     self._store.copy_row(row_of[first.wire.rid], row, num_tokens)
-                    hidden[request.wire.rid] = hidden[first.wire.rid]
                 if (stored is not None or request is not first) and not request.output.ids:
                     request.output.cached_tokens = num_tokens
             if stored is None and not first.output.ids:
-                self._keep(key, row_of[first.wire.rid], hidden[first.wire.rid])
+                self._keep(key, row_of[first.wire.rid], hidden[key])
         return hidden
 
     def _keep(self, key: Any, row: int, last_hidden: torch.Tensor) -> None:
@@ -233,16 +239,21 @@ class TorchEngine:
     def _decode(self) -> None:
         if not self.book.running:
             return
-        ids = [request.output.ids[-1] for request in self.book.running]
-        lengths = [request.stored_tokens for request in self.book.running]
-        hidden = self.model.decode(ids, lengths, self._store)
-        for request in self.book.running:
+        running = list(self.book.running)
+        ids = [request.output.ids[-1] for request in running]
+        lengths = [request.stored_tokens for request in running]
+        numbers: dict[tuple[int, int], int] = {}
+        for request, token in zip(running, ids, strict=True):
+            request.context = numbers.setdefault((request.context, token), len(numbers))
             request.stored_tokens += 1
-        self._draw(list(self.book.running), hidden)
+        contexts = [request.context for request in running]
+        self._draw(running, self.model.decode(ids, lengths, contexts, self._store), contexts)
 
-    def _draw(self, requests: list[Request], hidden: torch.Tensor) -> None:
-        """Draw one token for each request and end those that are done."""
-        ids, logprobs = draw(self.model.logits(hidden), [draw_row(request) for request in requests])
+    def _draw(self, requests: list[Request], hidden: torch.Tensor, contexts: list[int]) -> None:
+        """Draw one token for each request and end those that are done; `hidden` (C, H) is of their contexts."""
+        logits = self.model.logits(hidden)
+        logits = logits[contexts] if len(logits) < len(contexts) else logits
+        ids, logprobs = draw(logits, [draw_row(request) for request in requests])
         self.generated_tokens += len(ids)
         for request, token, logprob in zip(requests, ids, logprobs, strict=True):
             self.book.append(request, token, logprob)

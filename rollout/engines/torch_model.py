@@ -5,8 +5,8 @@ are written once, in place, and never repeated for grouped heads.
 
 Invariants: the parameters are views into the mapped file; a tied head *is* the embedding, whatever a payload names; nothing
 is assigned before every name and shape has been checked.
-Shapes: N tokens of all sequences in one row (prefill) or one token of each (decode), R running rows, Q query heads, K
-key-value heads, D head size. This module knows neither requests nor sampling.
+Shapes: N tokens of all sequences in one row (prefill) or one token of each (decode), R running rows, C contexts of theirs, Q
+query heads, K key-value heads, D head size. This module knows neither requests nor sampling.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +35,9 @@ WIDTH_STEP = 8
 """Chunk widths are multiples of this: sums over a row then do not depend on its neighbours' lengths."""
 INVARIANT_ROWS = 4
 """Matrix products of fewer rows than this take other kernels, whose sums differ in the last bit."""
+
+SLOW_ROWS, QUICK_ROWS = range(9, 16), 16
+"""So few rows are padded to 16, since matrix products of theirs take longer (MKL, AVX-512: a step of 12 by a quarter)."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -147,46 +150,53 @@ class CausalModel:
         hidden = self._run(ids, positions, attend)
         return hidden[[last - 1 for _, last in bounds]]
 
-    def decode(self, ids: Sequence[int], lengths: Sequence[int], store: KeyValues) -> torch.Tensor:
-        """Advance the active rows 0 … R-1 by one token each.
+    def decode(
+        self, ids: Sequence[int], lengths: Sequence[int], context_of: Sequence[int], store: KeyValues
+    ) -> torch.Tensor:
+        """Advance the active rows 0 … R-1 by one token each; rows of one context are computed once.
 
         Args:
             ids: R tokens to be read.
             lengths: R numbers of tokens that the rows hold already; the new token's position.
+            context_of: R numbers, counted by first appearance; rows with the same number hold and read the same.
             store: where keys and values lie.
 
         Returns:
-            (R, H) hidden states.
+            (C, H) hidden states, one a context.
         """
-        num_rows = len(ids)
-        positions = torch.tensor(lengths)
-        active = torch.arange(num_rows)
+        num_rows, num_contexts = len(ids), max(context_of) + 1
+        of_row: slice | torch.Tensor = slice(None)
+        first: slice | torch.Tensor = slice(None)
+        if num_contexts < num_rows:
+            of_row, first = torch.tensor(context_of), torch.tensor([context_of.index(c) for c in range(num_contexts)])
+        positions, active = torch.tensor(lengths), torch.arange(num_rows)
         chunks = plan_chunks([length + 1 for length in lengths])
         heads = int(self.config.num_key_value_heads)
+        padding = self._padding(num_contexts)
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             stored_keys, stored_values = store.keys[layer], store.values[layer]
-            stored_keys[active, :, positions] = keys[:num_rows]
-            stored_values[active, :, positions] = values[:num_rows]
-            queries = queries * self._model.model.layers[layer].self_attn.scaling
-            grouped = queries.view(len(queries), heads, -1, queries.shape[-1])
-            mixed = torch.zeros_like(grouped) if len(queries) > num_rows else torch.empty_like(grouped)
+            stored_keys[active, :, positions] = keys[:num_contexts][of_row]
+            stored_values[active, :, positions] = values[:num_contexts][of_row]
+            queries = queries[:num_contexts][of_row] * self._model.model.layers[layer].self_attn.scaling
+            grouped = queries.view(num_rows, heads, -1, queries.shape[-1])
+            mixed = torch.empty_like(grouped)
             for chunk in chunks:
                 rows = slice(chunk.start, chunk.end)
                 scores = grouped[rows] @ stored_keys[rows, :, : chunk.width].transpose(2, 3)
                 if chunk.mask is not None:
                     scores += chunk.mask
                 mixed[rows] = scores.softmax(-1) @ stored_values[rows, :, : chunk.width]
-            return mixed.view(queries.shape)
+            mixed = mixed.view(queries.shape)[first]
+            return functional.pad(mixed, (0, 0, 0, 0, 0, padding)) if padding else mixed
 
-        padding = max(0, self._min_rows - num_rows)
-        padded_ids, padded = torch.tensor([*ids, *[0] * padding]), functional.pad(positions, (0, padding))
-        return self._run(padded_ids, padded, attend)[:num_rows]
+        ids_C, positions_C = (functional.pad(part[first], (0, padding)) for part in (torch.tensor(ids), positions))
+        return self._run(ids_C, positions_C, attend)[:num_contexts]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(R, V) float32 for (R, H) hidden states."""
         num_rows = len(hidden)
-        hidden = functional.pad(hidden, (0, 0, 0, max(0, self._min_rows - num_rows)))
+        hidden = functional.pad(hidden, (0, 0, 0, self._padding(num_rows)))
         return self._model.lm_head(hidden)[:num_rows].float()
 
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -207,6 +217,10 @@ class CausalModel:
         """The checksum of the bytes that are served, and how they differ from the manifest beside them."""
         assert self._mapped is not None
         return self._mapped.read_back()
+
+    def _padding(self, num_rows: int) -> int:
+        """How many rows are computed beside these, for nothing."""
+        return (QUICK_ROWS if num_rows in SLOW_ROWS else max(self._min_rows, num_rows)) - num_rows
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """(N, H): the decoder over N tokens, each at its own position."""

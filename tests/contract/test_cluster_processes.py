@@ -16,12 +16,17 @@ from laminar.cluster.roles import RUN_ID_VARIABLE
 from laminar.cluster.usage import UsageMeter, held_bytes, look_at
 
 TREE = """import subprocess, sys, time
-subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
+subprocess.Popen([sys.executable, '-c', 'import time; print(flush=True); time.sleep(60)'], start_new_session=True)
 time.sleep(60)"""
 
 
 def start_tree(run_id):
-    return subprocess.Popen([sys.executable, "-c", TREE], env={**os.environ, RUN_ID_VARIABLE: run_id})
+    """A process and its child; both have loaded what they load when it returns, so that their memory stands still."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TREE], env={**os.environ, RUN_ID_VARIABLE: run_id}, stdout=subprocess.PIPE
+    )
+    process.stdout.readline()
+    return process
 
 
 def wait_for(condition, seconds=20.0):

@@ -135,6 +135,56 @@ def test_siblings_share_one_prefill_also_when_they_come_later(tiny):
     assert late.logprobs == pytest.approx(group[2].logprobs, abs=1e-5)
 
 
+def counted_decodes(engine):
+    """How many rows there are in each decoding step, and how many of them are computed."""
+    counts, decode = [], engine.model.decode
+
+    def count(ids, lengths, context_of, store):
+        hidden = decode(ids, lengths, context_of, store)
+        counts.append((len(ids), len(hidden)))
+        return hidden
+
+    engine.model.decode = count
+    return counts
+
+
+def test_siblings_are_computed_once_for_as_long_as_they_have_drawn_the_same(tiny):
+    """Two groups of unlike ends, at a temperature at which siblings part sooner or later; numbers from the answers alone."""
+    engine = TorchEngine(tiny, "0.0")
+    counts = counted_decodes(engine)
+    asked = [
+        (ids, engine.add(request(f"{len(ids)}-{i}", ids, new=3 + 3 * i, seed=i, temperature=0.25)))
+        for ids in (PROMPT, PROMPT[:5])
+        for i in range(6)
+    ]
+    run(engine)
+    expected = []
+    for step in range(1, 18):
+        going = [(tuple(ids), tuple(output.ids[:step])) for ids, output in asked if len(output.ids) > step]
+        expected.append((len(going), len(set(going))))
+    assert counts == expected
+    assert any(1 < computed < rows for rows, computed in counts)
+    for ids, output in asked:
+        assert output.logprobs == pytest.approx(reference_logprobs(tiny, ids, output.ids, 0.25), abs=1e-4)
+
+
+def test_siblings_of_unlike_weights_share_nothing_though_their_tokens_are_alike(tiny, tmp_path):
+    engine = TorchEngine(tiny, "0.0")
+    counts = counted_decodes(engine)
+    early = [engine.add(request(f"early{i}", new=6, temperature=0.0)) for i in range(2)]
+    engine.step()
+    folder = write_tiny_model(tmp_path / "w1", scale=1.002)
+    engine.book.pause("in_place")
+    engine.book.update_weights(folder, "0.1", flush_cache=False)
+    engine.book.resume()
+    late = engine.add(request("late", new=6, temperature=0.0))
+    run(engine)
+    assert counts == [(2, 1)] + [(3, 2)] * 4 + [(1, 1)]
+    assert early[0].ids == early[1].ids == late.ids
+    assert late.logprobs == pytest.approx(reference_logprobs(folder, PROMPT, late.ids), abs=1e-5)
+    assert early[0].logprobs != pytest.approx(late.logprobs, abs=1e-5)
+
+
 def test_a_new_weight_version_shares_nothing_with_the_old_one(tiny, tmp_path):
     """Cases D14: a live engine after an update equals a fresh one, and reports no cached token."""
     prompt = [3 + (5 * i) % 120 for i in range(100)]
