@@ -1,5 +1,6 @@
 """What `benchmarks.trl` makes of what it saw: one line for each training, and the comparison. Pure."""
 
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -95,24 +96,28 @@ def reached(notes: Sequence[dict[str, Any]], target: float, window: int) -> tupl
 
 
 def compare(arms: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last line: ratios of medians by task and side, and whether ours is ahead of each with tails, in both respects.
+    """The last line: ours over each side by task, and whether it is ahead of each with tails, in both respects.
 
-    A side that failed or was not done in time has no figures; then nothing holds.
+    A ratio is the median over seeds: a seed's sides are played one after the other, and so on a machine of one pace. A side
+    that failed or was not done in time has no figures; then nothing holds.
     """
     ratios: dict[str, dict[str, Any]] = {}
     failures = [arm for arm in arms if "failed" in arm]
-    for task in dict.fromkeys(arm["task"] for arm in arms):
-        found = [arm for arm in arms if arm["task"] == task and "failed" not in arm]
-        sides = list(dict.fromkeys(arm["side"] for arm in found))
-        names = ("trained_per_second", "trained_tokens_per_second", "seconds_to_reward")
-        speed, tokens, delay = ({side: _median(found, side, name) for side in sides} for name in names)
-        for side in sides:
-            if side != "ours" and "ours" in sides:
-                ratios[f"{task}/{side}"] = {
-                    "trained_per_second": round(speed["ours"] / speed[side], 3),
-                    "trained_tokens_per_second": round(tokens["ours"] / tokens[side], 3),
-                    "reached_first": first_of("ours", delay["ours"], side, delay[side]),
-                }
+    found = {(arm["task"], arm["side"], arm["seed"]): arm for arm in arms if "failed" not in arm}
+    for task, side in dict.fromkeys((task, side) for task, side, _ in found if side != "ours"):
+        pairs = [
+            (found[task, "ours", seed], other)
+            for (of, name, seed), other in found.items()
+            if (of, name) == (task, side) and (task, "ours", seed) in found
+        ]
+        if pairs:
+            delay = statistics.median(_delay(ours, other) for ours, other in pairs)
+            ratios[f"{task}/{side}"] = {
+                "trained_per_second": _median_ratio(pairs, "trained_per_second"),
+                "trained_tokens_per_second": _median_ratio(pairs, "trained_tokens_per_second"),
+                "reached_first": "ours" if delay < 1 else side if delay > 1 else "nobody",
+                "first_in_seeds": [sum(_delay(*pair) < 1 for pair in pairs), len(pairs)],
+            }
     tails = [ratio for name, ratio in ratios.items() if name.startswith("smollm2_tails/")]
     return {
         "name": "trl", "value": min((ratio["trained_per_second"] for ratio in tails), default=None), "bar": 1.0,
@@ -126,13 +131,13 @@ def _is_ahead(ratio: dict[str, Any]) -> bool:
     return ratio["trained_per_second"] > 1 and ratio["reached_first"] == "ours"
 
 
-def first_of(one: str, one_seconds: float, other: str, other_seconds: float) -> str:
-    """Who was there first; `nobody` if none was, or both at once."""
-    if one_seconds == other_seconds:
-        return "nobody"
-    return one if one_seconds < other_seconds else other
+def _median_ratio(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], name: str) -> float:
+    return round(statistics.median(ours[name] / other[name] for ours, other in pairs), 3)
 
 
-def _median(arms: Sequence[dict[str, Any]], side: str, name: str) -> float:
-    """Of the seeds; one that never got there counts as infinitely late."""
-    return statistics.median(float("inf") if arm[name] is None else arm[name] for arm in arms if arm["side"] == side)
+def _delay(ours: dict[str, Any], other: dict[str, Any]) -> float:
+    """How much longer ours took to the reward; 1 if neither was there."""
+    mine, theirs = ours["seconds_to_reward"], other["seconds_to_reward"]
+    if mine is None or theirs is None:
+        return 1.0 if mine is theirs else math.inf if mine is None else 0.0
+    return float(mine / theirs)

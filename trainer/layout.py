@@ -117,10 +117,13 @@ def packing_error(model: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def folding_error(model: PreTrainedModel) -> float:
-    """Relative error of a model's hidden states for two responses to each of two prompts, folded against one by one."""
+    """Relative error of a model's hidden states for two responses to each of two prompts, folded against one by one.
+
+    Two of the responses begin alike.
+    """
     trunk, device = model.base_model, next(model.parameters()).device
     prompts = (torch.arange(5, 8, device=device), torch.arange(9, 14, device=device))
-    responses = torch.arange(1, 13, device=device).view(4, 3)
+    responses = torch.tensor([[1, 2, 3], [1, 5, 6], [7, 8, 9], [10, 11, 12]], device=device)
     alone = [
         trunk(input_ids=torch.cat([prompts[row // 2], response[:-1]])[None] % model.config.vocab_size, use_cache=False)
         for row, response in enumerate(responses)

@@ -4,7 +4,7 @@ It is the module that DeepSpeed wraps, so everything that touches parameters hap
 Invariants: log-probs and entropy come from one distribution, the logits over the sampling temperature, in float32;
 logits exist only at trained places, and at most `max_logits_bytes` of them at once.
 
-Where trained places have the same context, their logits are made once.
+In a folded micro-batch, places with the same context have their logits made once, if all fit at once.
 
 Shapes: B rows, T tokens, P distinct prompts, N trained places, D distinct contexts of them, H hidden, V vocabulary.
 """
@@ -61,7 +61,7 @@ class Head(nn.Module):
         if len(hidden_DH) <= rows:
             return score(hidden_DH, temperature_D, context_N, targets_N)
         each_N = torch.arange(len(targets_N), device=targets_N.device) % rows  # a chunk's contexts are its own
-        parts = (hidden_DH[context_N], temperature_D[context_N], each_N, targets_N)
+        parts = (hidden_DH.index_select(0, context_N), temperature_D[context_N], each_N, targets_N)
         chunks = zip(*(part.split(rows) for part in parts), strict=True)
         scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])

@@ -11,9 +11,9 @@ from laminar.config.load import load_config, read_toml
 from laminar.config.redact import redact
 from laminar.config.toml_text import format_document
 from laminar.errors import ConfigError
-from laminar.json_lines import read_lines
+from laminar.json_lines import iterate_lines
 from laminar.run_folder import RunFolder
-from laminar.telemetry.html_report import html_report
+from laminar.telemetry.html_report import html_report, told
 
 
 def report(
@@ -39,7 +39,7 @@ def write_report(folder: RunFolder, path: Path) -> None:
         OSError: the file cannot be written.
     """
     state = folder.read_state()
-    lines = read_lines(folder.metrics)
+    lines = [told(line) for line in iterate_lines(folder.metrics)]
     facts = {"id": state.run_id, "status": state.status, "reason": state.reason, "lives": state.lives}
     settings = format_document(redact(read_toml(folder.config)))
     bound = load_config(folder.config).staleness.bound

@@ -16,8 +16,9 @@ from laminar.cli.report import write_report
 from laminar.config.check import check_config
 from laminar.config.load import dump_toml, load_config
 from laminar.config.root import LaminarConfig
-from laminar.json_lines import read_lines
+from laminar.json_lines import iterate_lines
 from laminar.run_folder import RunFolder
+from laminar.telemetry.html_report import told
 from laminar.telemetry.panel import render, step_line
 from laminar.telemetry.report import closing_report
 from laminar.telemetry.stream import Event
@@ -91,7 +92,8 @@ def live(settings: LaminarConfig, folder: RunFolder, config_folder: Path) -> Non
         finally:
             with contextlib.suppress(OSError):
                 write_report(folder, folder.report)
-    console.print(closing_report(outcome_facts(outcome), read_lines(folder.metrics)))
+    lines = [told(line) for line in iterate_lines(folder.metrics)]
+    console.print(closing_report(outcome_facts(outcome), lines))
     if outcome.status == "stopped":
         raise typer.Exit(130)
 

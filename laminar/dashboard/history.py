@@ -6,7 +6,8 @@ Invariant: one point a step, steps ascending, as in `metrics.jsonl`; a file that
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 
 MAX_EVALUATIONS = 10_000
 RATES, SECONDS = "throughput/", "time/step_seconds"
+NONE = array("d")
 _decode = msgspec.json.Decoder().decode
 
 
@@ -24,14 +26,14 @@ class History:
 
     Attributes:
         steps: their numbers.
-        columns: metric name to one value a step; None where a step does not have it.
+        columns: metric name to one float64 a step, NaN where a step does not have it; to its end if it is shorter.
         evaluations: lines of evaluations.
         marks: lines of marks: control, restarts.
     """
 
     path: Path
     steps: list[int] = field(default_factory=list)
-    columns: dict[str, list[float | None]] = field(default_factory=dict)
+    columns: dict[str, "array[float]"] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     marks: list[dict[str, Any]] = field(default_factory=list)
     _offset: int = 0
@@ -58,11 +60,11 @@ class History:
         if status.st_size > self._offset:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
-                data = file.read()
-            end = data.rfind(b"\n") + 1
-            self._offset += end
-            for text in data[:end].splitlines():
-                self._take(text)
+                for text in file:
+                    if not text.endswith(b"\n"):  # being written
+                        break
+                    self._offset += len(text)
+                    self._take(text)
         return is_new
 
     def _take(self, text: bytes) -> None:
@@ -86,27 +88,29 @@ class History:
                 continue
             column = columns.get(name)
             if column is None:
-                column = columns[name] = []
+                column = columns[name] = array("d")
             if len(column) < position:
-                column.extend([None] * (position - len(column)))
+                column.extend([math.nan] * (position - len(column)))
             column.append(value)
 
     def value(self, name: str, position: int = -1) -> float | None:
         """A metric at one position, counted from the end; None if it is not there."""
-        column, wanted = self.columns.get(name, []), len(self.steps) + position
-        return column[wanted] if 0 <= wanted < len(column) else None
+        column, wanted = self.columns.get(name, NONE), len(self.steps) + position
+        return next(iter(there(column[wanted : wanted + 1])), None) if wanted >= 0 else None
+
+    def values(self, name: str, num_steps: int | None = None) -> list[float]:
+        """A metric in the last steps, or in all, where it is there."""
+        begin = 0 if num_steps is None else max(0, len(self.steps) - num_steps)
+        return there(self.columns.get(name, NONE)[begin:])
 
     def latest(self) -> dict[str, float]:
         """All metrics of the newest step."""
-        last = len(self.steps)
-        return {
-            name: value for name, column in self.columns.items() if len(column) == last and (value := column[-1]) is not None
-        }
+        return {name: value for name in list(self.columns) if (value := self.value(name)) is not None}
 
     def recent(self, num_steps: int) -> dict[str, float]:
         """Rates and seconds a step over the last steps: one step alone says little."""
-        begin, seconds = max(0, len(self.steps) - num_steps), self.columns.get(SECONDS, [])
-        found = {n: rate(c[begin:], seconds[begin:]) for n, c in self.columns.items() if n.startswith(RATES)}
+        begin, seconds = max(0, len(self.steps) - num_steps), self.columns.get(SECONDS, NONE)
+        found = {n: rate(c[begin:], seconds[begin:]) for n, c in list(self.columns.items()) if n.startswith(RATES)}
         found[SECONDS] = mean(seconds[begin:])
         return {name: value for name, value in found.items() if value is not None}
 
@@ -120,7 +124,7 @@ class History:
         steps, known = list(self.steps), self.columns  # another thread may read on, or begin anew, meanwhile
         size = max(1, math.ceil(len(steps) / max_points))
         starts = range(0, len(steps), size)
-        seconds = known.get(SECONDS, [])
+        seconds = known.get(SECONDS, NONE)
         columns = {
             name: [
                 rate(known[name][start : start + size], seconds[start : start + size])
@@ -135,20 +139,20 @@ class History:
         return {"steps": last_steps, "columns": columns, "steps_per_point": size}
 
 
-def rate(values: Sequence[float | None], seconds: Sequence[float | None]) -> float | None:
+def rate(values: Iterable[float], seconds: Iterable[float]) -> float | None:
     """Mean of rates, each for as long as its step took: one span above and below the line; None of nothing."""
-    known = [(value, span) for value, span in zip(values, seconds, strict=False) if value is not None and span is not None]
-    total = math.fsum(span for _, span in known)
-    return mean([math.fsum(value * span for value, span in known) / total]) if total > 0 else None
+    pairs = [(value, span) for value, span in zip(values, seconds, strict=False) if value == value and span == span]
+    total = math.fsum(span for _, span in pairs)
+    return mean([math.fsum(value * span for value, span in pairs) / total]) if total > 0 else None
 
 
-def mean(values: Sequence[float | None]) -> float | None:
-    """Mean of what is there and finite, to seven digits; None of nothing."""
-    if len(values) == 1:
-        known = [values[0]] if values[0] is not None else []
-    else:
-        known = [value for value in values if value is not None]
-    if not known:
-        return None
-    result = math.fsum(known) / len(known)
+def mean(values: Iterable[float]) -> float | None:
+    """Mean of what is there, to seven digits; None of nothing, or if it is not finite."""
+    known = there(values)
+    result = math.fsum(known) / len(known) if known else math.nan
     return float(f"{result:.7g}") if math.isfinite(result) else None
+
+
+def there(values: Iterable[float]) -> list[float]:
+    """Those that are not NaN."""
+    return [value for value in values if value == value]

@@ -124,7 +124,7 @@ class RunSource:
 
     def _bottleneck(self) -> str:
         view, snapshot = self.feed.view, self.feed.view.snapshot
-        recent = [v for v in self.history.columns.get("staleness/versions_mean", [])[-RECENT_STEPS:] if v is not None]
+        recent = self.history.values("staleness/versions_mean", RECENT_STEPS)
         return bottleneck(
             view.shares(TRAINER, WINDOW_SECONDS),
             [view.shares(name, WINDOW_SECONDS) for name in self._shown_roles() if name.startswith("rollout-")],
@@ -142,15 +142,14 @@ class RunSource:
             now = {"trained": snapshot.counters.trained, "filtered": snapshot.counters.filtered}
         since = {name: count - (history.value(f"experience/{name}", -RECENT_STEPS) or 0.0) for name, count in now.items()}
         total = sum(since.values())
-        known = {n: [v for v in history.columns.get(f"reward/{n}", []) if v is not None] for n in ("min", "max")}
-        low, high = min(known["min"], default=0.0), max(known["max"], default=0.0)
+        low, high = min(history.values("reward/min"), default=0.0), max(history.values("reward/max"), default=0.0)
         mean = history.value("reward/finished_mean")
         level = (mean - low) / (high - low) if mean is not None and high > low else None
         return Filtering(since["filtered"] / total if total > 0 else 0.0, level)
 
     def _facts(self, latest: dict[str, float], now: float) -> Facts:
         usage = shutil.disk_usage(self.folder.path)
-        seconds = [v for v in self.history.columns.get("time/step_seconds", [])[-RECENT_STEPS:] if v is not None]
+        seconds = self.history.values("time/step_seconds", RECENT_STEPS)
         snapshot = self.feed.view.snapshot
         return Facts(
             is_alive=self.feed.is_alive,

@@ -1,5 +1,6 @@
 """The report of a run as one HTML file that needs nothing else: figures, plots, marks, settings (pure)."""
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -7,7 +8,14 @@ from importlib import resources
 from typing import Any
 
 from laminar.telemetry.panel import duration
-from laminar.telemetry.report import LAST_STEPS, mean_reward, reward_of, shown_accuracies, staleness_histogram
+from laminar.telemetry.report import (
+    HISTOGRAM,
+    LAST_STEPS,
+    mean_reward,
+    reward_of,
+    shown_accuracies,
+    staleness_histogram,
+)
 from laminar.telemetry.svg import Line, plot
 
 PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
@@ -40,6 +48,13 @@ PLOTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Mismatch KL", "", (("KL of trainer to rollout", "mismatch/kl"),)),
     ("Answer length", "tokens", (("mean", "rollout/response_tokens_mean"), ("p95", "rollout/response_tokens_p95"))),
 )
+TOLD = {"kind", "step", "text", "eval/accuracy", "time/step_seconds", "train/tokens"}
+TOLD |= {name for _, _, wanted in PLOTS for _, name in wanted}
+
+
+def told(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's reports tell of a line of `metrics.jsonl`: a long run's whole lines do not fit into memory."""
+    return {sys.intern(name): value for name, value in line.items() if name in TOLD or name.startswith(HISTOGRAM)}
 
 
 def html_report(
@@ -49,7 +64,7 @@ def html_report(
 
     Args:
         run: facts by name: `id`, `status`, `reason`, `lives`.
-        lines: of `metrics.jsonl`.
+        lines: of `metrics.jsonl`, or what is `told` of them.
         config_text: the settings, secrets starred.
         bound: K, drawn into the staleness plot; None if unbounded.
         written_at: Unix seconds.

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from laminar.telemetry.panel import duration, sparkline
 
+HISTOGRAM = "staleness/histogram_"
 FIRST_STEPS, LAST_STEPS = 3, 5
 """Steps averaged for the first and the last reward."""
 MAX_ACCURACIES = 5
@@ -19,7 +20,7 @@ def staleness_histogram(steps: Sequence[Mapping[str, Any]]) -> Counter[int]:
     histogram: Counter[int] = Counter()
     for step in steps:
         for name, value in step.items():
-            if name.startswith("staleness/histogram_"):
+            if name.startswith(HISTOGRAM):
                 histogram[int(name.rpartition("_")[2])] += int(value)
     return histogram
 

@@ -24,14 +24,12 @@ class Request:
         output: grows.
         end_ids: tokens that end it.
         stored_tokens: tokens whose keys and values are in the cache.
-        context: running requests with the same number have the same keys and values.
     """
 
     wire: GenerateWire
     output: Output
     end_ids: frozenset[int]
     stored_tokens: int = 0
-    context: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """A continuous-batching engine on the CPU: requests join and leave at token boundaries.
 
 One call of `step` admits what fits, prefills all admitted prompts together (equal ones once), and decodes one token for
-every running request (siblings that have drawn the same tokens so far, once). Everything else (abort, pause, new weights)
-happens between steps, so at a token boundary.
+every running request; for siblings that have drawn the same tokens so far, all but attention is computed once. Everything
+else (abort, pause, new weights) happens between steps, so at a token boundary.
 
 Invariants: admission is first in, first out and reserves prompt + `max_new_tokens`, so a running request never lacks room;
 row i of the key-value store belongs to `running[i]`; every token records the version that sampled it; with unknown weights
@@ -45,6 +45,13 @@ class EngineOptions:
     batch_invariant: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class TorchRequest(Request):
+    """A request of which `context` tells what its keys and values are: running ones with the same number have the same."""
+
+    context: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class TorchMachine:
     """The model and the places of keys and values, as the book sees them."""
@@ -67,7 +74,7 @@ class TorchMachine:
         self.prefixes.clear()
         self.store.release(0)
 
-    def drop_finished(self, running: list[Request]) -> None:
+    def drop_finished(self, running: list[TorchRequest]) -> None:
         """As `Machine`; the last row moves into each hole, so that active rows stay 0 … n-1."""
         for row in reversed(range(len(running))):
             if running[row].output.finish_reason is not None:
@@ -108,9 +115,9 @@ class TorchEngine:
             EngineError: if the weights are unknown.
         """
 
-        def make(output: Output) -> Request:
+        def make(output: Output) -> TorchRequest:
             stop = frozenset(wire.sampling_params.stop_token_ids or ())
-            request = Request(wire, output, stop if wire.sampling_params.ignore_eos else stop | self.model.end_ids)
+            request = TorchRequest(wire, output, stop if wire.sampling_params.ignore_eos else stop | self.model.end_ids)
             limit = min(self.options.max_cached_tokens, self.model.max_tokens)
             if reserved_tokens(request) > limit:
                 raise ConfigError(
@@ -158,8 +165,8 @@ class TorchEngine:
         return self.book.report()
 
     def _admit_and_prefill(self) -> None:
-        admitted: list[Request] = []
-        new: dict[Any, list[Request]] = {}
+        admitted: list[TorchRequest] = []
+        new: dict[Any, list[TorchRequest]] = {}
         budget = self.options.max_prefill_tokens
         while self.book.waiting and len(self.book.running) < self.options.max_running:
             request = self.book.waiting[0]
@@ -196,21 +203,22 @@ class TorchEngine:
                 return False
         return True
 
-    def _fill(self, new: dict[Any, list[Request]]) -> dict[Any, torch.Tensor]:
+    def _fill(self, new: dict[Any, list[TorchRequest]]) -> dict[Any, torch.Tensor]:
         """Bring the rows of admitted requests up to date; returns the last hidden state (H,) of each distinct sequence.
 
         Every distinct sequence is computed once, all of them in one pass; the rest are copies.
         """
         row_of = {request.wire.rid: row for row, request in enumerate(self.book.running)}
+        kept = {key: self._prefixes.get(key) for key in new}  # before any is dropped for the sake of another
         hidden: dict[Any, torch.Tensor] = {}
-        unknown = [key for key in new if self._prefixes.get(key) is None]
+        unknown = [key for key in new if kept[key] is None]
         if unknown:
             firsts = [new[key][0] for key in unknown]
             states = self.model.prefill([ids_of(f) for f in firsts], [row_of[f.wire.rid] for f in firsts], self._store)
             hidden.update(zip(unknown, states, strict=True))
         for key, requests in new.items():
             num_tokens = len(key[2])
-            stored = self._prefixes.get(key)
+            stored = kept[key]
             first = requests[0]
             if stored is not None:
                 hidden[key] = stored.last_hidden
@@ -249,7 +257,7 @@ class TorchEngine:
         contexts = [request.context for request in running]
         self._draw(running, self.model.decode(ids, lengths, contexts, self._store), contexts)
 
-    def _draw(self, requests: list[Request], hidden: torch.Tensor, contexts: list[int]) -> None:
+    def _draw(self, requests: list[TorchRequest], hidden: torch.Tensor, contexts: list[int]) -> None:
         """Draw one token for each request and end those that are done; `hidden` (C, H) is of their contexts."""
         logits = self.model.logits(hidden)
         logits = logits[contexts] if len(logits) < len(contexts) else logits

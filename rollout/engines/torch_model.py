@@ -58,7 +58,7 @@ class CausalModel:
     Args:
         folder: HF checkpoint: `config.json`, `model.safetensors`.
         batch_invariant: pad tiny batches, so that a row's numbers do not depend on how many others run (costs up to 2x at
-            batches below 4).
+            batches of fewer than 4 contexts).
 
     Raises:
         EngineError: if the architecture is not served or the weights do not fit it.
@@ -153,7 +153,7 @@ class CausalModel:
     def decode(
         self, ids: Sequence[int], lengths: Sequence[int], context_of: Sequence[int], store: KeyValues
     ) -> torch.Tensor:
-        """Advance the active rows 0 … R-1 by one token each; rows of one context are computed once.
+        """Advance the active rows 0 … R-1 by one token each; of rows of one context, all but attention is computed once.
 
         Args:
             ids: R tokens to be read.

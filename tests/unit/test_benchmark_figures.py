@@ -116,9 +116,9 @@ def test_a_training_is_told_without_its_start_up_and_without_what_came_after_its
 
 
 def test_ours_is_ahead_only_if_faster_and_there_first():
-    def arm(side, speed, seconds, tokens=1.0):
+    def arm(side, speed, seconds, tokens=1.0, seed=0):
         rates = {"trained_per_second": speed, "trained_tokens_per_second": tokens * speed}
-        return {"side": side, "task": "smollm2_tails", **rates, "seconds_to_reward": seconds}
+        return {"side": side, "task": "smollm2_tails", "seed": seed, **rates, "seconds_to_reward": seconds}
 
     ahead = compare_sides([arm("trl", 2.0, 60.0), arm("ours", 5.0, 30.0), arm("trl_async", 4.0, None)])
     assert (ahead["value"], ahead["holds"]) == (1.25, True)
@@ -127,9 +127,18 @@ def test_ours_is_ahead_only_if_faster_and_there_first():
     never = compare_sides([arm("trl", 2.0, None), arm("ours", 5.0, None)])
     assert (never["ratios"]["smollm2_tails/trl"]["reached_first"], never["holds"]) == ("nobody", False)
     assert compare_sides([arm("trl", 2.0, 60.0)])["holds"] is False
-    failed = {"side": "trl_async", "task": "smollm2_tails", "failed": "was not done in time"}
+    failed = {"side": "trl_async", "task": "smollm2_tails", "seed": 0, "failed": "was not done in time"}
     beside = compare_sides([arm("trl", 2.0, 60.0), arm("ours", 5.0, 30.0), failed])
     assert (beside["value"], beside["failures"], beside["holds"]) == (2.5, 1, False)
+    # a machine that slows down between two seeds: 6 for 5, 3 for 2 and 2 for 4 are 1.2, where medians of each side give 0.75
+    paces = [(6.0, 5.0, 30.0, 60.0), (3.0, 2.0, 40.0, 30.0), (2.0, 4.0, 50.0, None)]
+    drift = [
+        each
+        for seed, (ours, theirs, mine, others) in enumerate(paces)
+        for each in (arm("ours", ours, mine, seed=seed), arm("trl_async", theirs, others, seed=seed))
+    ]
+    told = compare_sides(drift)["ratios"]["smollm2_tails/trl_async"]
+    assert (told["trained_per_second"], told["reached_first"], told["first_in_seeds"]) == (1.2, "ours", [2, 3])
 
 
 def test_long_tails_replace_an_exact_share_of_the_rows_and_say_so():

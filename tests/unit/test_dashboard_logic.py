@@ -1,6 +1,7 @@
 """What the dashboard concludes: the bottleneck sentence, alerts, thinned history, search, Prometheus text."""
 
 import json
+from array import array
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -162,7 +163,8 @@ def test_history_grows_with_the_file_and_leaves_gaps_where_a_metric_is_missing(m
     file.append("step", 3, {"a": 3.0, "b": 6.0})
     assert history.refresh() is False
     assert history.steps == [1, 2, 3]
-    assert (history.columns["a"], history.columns["b"]) == ([1.0, None, 3.0], [None, 5.0, 6.0])
+    assert (history.values("a"), history.values("b"), history.values("b", 1)) == ([1.0, 3.0], [5.0, 6.0], [6.0])
+    assert history.thinned(9, "ab")["columns"] == {"a": [1.0, None, 3.0], "b": [None, 5.0, 6.0]}
     assert history.evaluations[0]["eval/accuracy"] == 0.5
     assert (history.value("b"), history.value("a", -2), history.value("a", -9)) == (6.0, None, None)
     assert {k: v for k, v in history.latest().items() if k in "ab"} == {"a": 3.0, "b": 6.0}
@@ -176,7 +178,7 @@ def test_a_history_that_a_resume_rewound_is_read_anew(metrics):
     file.rewind(2)
     file.append("step", 3, {"a": 30.0})
     assert history.refresh() is True
-    assert (history.steps, history.columns["a"]) == ([1, 2, 3], [1.0, 2.0, 30.0])
+    assert (history.steps, history.columns["a"]) == ([1, 2, 3], array("d", [1.0, 2.0, 30.0]))
 
 
 def test_a_torn_last_line_waits_for_its_end(metrics):

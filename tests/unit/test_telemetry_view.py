@@ -1,13 +1,17 @@
 """Throughput and generation accounting (case D29), by hand calculation."""
 
+import io
 import math
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from laminar.errors import InvariantError
 from laminar.json_lines import read_lines
 from laminar.telemetry.files import MetricsFile
+from laminar.telemetry.html_report import html_report, told
 from laminar.telemetry.metrics_table import metrics_table
 from laminar.telemetry.registry import METRICS, check_declared
 from laminar.telemetry.report import closing_report, summarize
@@ -180,3 +184,28 @@ def test_a_report_without_any_step_says_nan_and_does_not_fail():
     }  # fmt: skip
     assert math.isnan(summarize(facts, [])["first_reward"])
     closing_report(facts, [])
+
+
+def test_the_reports_read_nothing_of_a_line_but_what_they_keep_of_it():
+    """A run of many days has more whole lines than fit into memory."""
+    names = (metric.name.replace("*", part) for metric in METRICS for part in ("mean", "max", "p95", "2"))
+    every = {name: place for place, name in enumerate(names) if not re.search("histogram_[^2]", name)}
+    lines = [{"kind": "step", "step": step} | {name: value * step for name, value in every.items()} for step in range(1, 9)]
+    lines.append({"kind": "evaluation", "step": 4, "eval/accuracy": 0.5})
+    lines.append({"kind": "mark", "step": 5, "text": "trainer-0 began anew"})
+    facts = {
+        "status": "finished", "reason": "max_steps", "folder": "f", "seconds": 30.0, "peak_resident_bytes": 10,
+        "restarts": {}, "generated_tokens": 400.0, "step_seconds": 20.0, "generated_during_steps": 100.0,
+    }  # fmt: skip
+    run = {"id": "r", "status": "finished", "reason": "", "lives": 1}
+    kept = [told(line) for line in lines]
+    assert max(map(len, kept)) < 30 < len(METRICS)
+    page = html_report(run, lines, "", bound=2, written_at=0.0)
+    assert html_report(run, kept, "", bound=2, written_at=0.0) == page
+    assert "trainer-0 began anew" in page
+    assert "Nothing was recorded" not in page
+    assert summarize(facts, kept) == summarize(facts, lines)
+    texts = [Console(width=100, file=io.StringIO()) for _ in range(2)]
+    for console, of in zip(texts, (kept, lines), strict=True):
+        console.print(closing_report(facts, of))
+    assert texts[0].file.getvalue() == texts[1].file.getvalue()

@@ -205,6 +205,20 @@ def test_a_new_weight_version_shares_nothing_with_the_old_one(tiny, tmp_path):
     assert max(abs(a - b) for a, b in zip(old.logprobs, output.logprobs, strict=True)) > 1e-3
 
 
+def test_a_kept_prompt_that_goes_for_another_one_still_serves_who_came_with_it(tiny):
+    """375 tokens are reserved and 20 kept of 400; keeping the new prompt of 10 as well drops the old one."""
+    engine = TorchEngine(tiny, "0.0", EngineOptions(max_cached_tokens=400))
+    old, new = [3 + i for i in range(20)], [60 + i for i in range(10)]
+    first = engine.add(request("first", old, new=5))
+    run(engine)
+    engine.add(request("other", new, new=170))
+    late = engine.add(request("late", old, new=175))
+    run(engine)
+    assert late.cached_tokens == 20
+    assert late.ids[:5] == first.ids
+    assert late.logprobs == pytest.approx(reference_logprobs(tiny, old, late.ids), abs=1e-4)
+
+
 def test_admission_is_first_in_first_out_within_the_limits(tiny):
     engine = TorchEngine(tiny, "0.0", EngineOptions(max_running=8, max_cached_tokens=64))
     outputs = {name: engine.add(request(name, new=new)) for name, new in (("a", 20), ("b", 40), ("c", 4))}

@@ -119,7 +119,7 @@ ALIKE = rows_of_ids(
 
 
 def test_tokens_that_rows_begin_with_alike_are_computed_once():
-    """3 4 5 6 7, 9 after the second 6, and 9 4 5 6: ten tokens for 28 of rows; nothing is asked after the last ones."""
+    """3 4 5 6 7, a 9 beside that 7, and 9 4 5 6: ten tokens, and rows alone have 26 that something is asked after."""
     shared = pack_rows(ALIKE, share_prompts=True, device=CPU)
     prompts = (shared.prompts.token_ids, shared.prompts.lengths, shared.prompts.of_row)
     folded = folding.fold(shared.token_ids, shared.mask, *prompts)
@@ -135,21 +135,17 @@ def test_tokens_that_rows_begin_with_alike_are_computed_once():
     assert_like_a_plain_forward(model, ALIKE, *forward(model, ALIKE, Layout.FOLDED))
 
 
-def test_contexts_that_are_alike_get_logits_once_a_temperature(monkeypatch):
+def test_contexts_that_are_alike_get_logits_once_a_temperature():
     """19 places: four contexts at temperature 1; at 0.5 the first three of them and 3 4 5 6 9, and three of the last row."""
-    model, made = tiny_llama(), []
-
-    def count(logits, *others, **flags):
-        made.append(len(logits))
-        return score_tokens(logits, *others, **flags)
-
-    monkeypatch.setattr("trainer.policy.score_tokens", count)
     rows = [replace(row, temperature=0.5 if i % 2 else 1.0) for i, row in enumerate(ALIKE)]
-    assert_like_a_plain_forward(model, rows, *forward(model, rows, Layout.FOLDED))
-    assert made == [4 + 4 + 3]
-    model.zero_grad()
-    assert_like_a_plain_forward(model, rows, *forward(model, rows, Layout.FOLDED, max_logits_bytes=4 * 37 * 3))
-    assert made[1:8] == [3, 3, 3, 3, 3, 3, 1]  # more than fit at once: in chunks, each place for itself
+    packed = pack_rows(rows, share_prompts=True, device=CPU)
+    model, seen = tiny_llama(), []
+    policy = Policy(model, layout=Layout.FOLDED)
+    policy.head.register_forward_hook(lambda _, inputs, outputs: seen.append((len(inputs[0]), len(outputs[0]))))
+    policy(*packed.model_inputs())
+    assert seen == [(4 + 4 + 3, 19)]
+    for max_logits_bytes in (2**28, 4 * 37 * 3):  # in one piece, and in chunks of three places
+        assert_like_a_plain_forward(model, rows, *forward(model, rows, Layout.FOLDED, max_logits_bytes))
 
 
 def test_more_tokens_than_are_folded_go_by_the_cache(monkeypatch):
