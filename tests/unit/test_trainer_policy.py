@@ -73,7 +73,7 @@ def assert_like_a_plain_forward(model, rows, logprobs, entropy, packed):
     ours = gradients(model, logprobs, packed)
     model.zero_grad()
     sum(weight * row[0].sum() for weight, row in enumerate(naive(model, rows), start=1)).backward()
-    assert relative_difference(ours, {name: parameter.grad for name, parameter in model.named_parameters()}) < 1e-7
+    assert relative_difference(ours, {name: parameter.grad for name, parameter in model.named_parameters()}) < 1e-6
 
 
 def gradients(model, logprobs, packed):
@@ -133,6 +133,26 @@ def test_tokens_that_rows_begin_with_alike_are_computed_once():
     ]  # fmt: skip
     model = tiny_llama()
     assert_like_a_plain_forward(model, ALIKE, *forward(model, ALIKE, Layout.FOLDED))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_rows_of_few_tokens_which_mostly_begin_alike(seed):
+    """Prompts too: some are the beginning of others. What is given after a tool's call is not asked about."""
+    generator = np.random.default_rng(seed)
+
+    def draw(most):
+        return generator.integers(1, 3, generator.integers(1, most)).tolist()
+
+    rows = []
+    for prompt in range(3):
+        start = given(draw(4))
+        for _ in range(4):
+            first, tool, last = (draw(5) for _ in range(3))
+            parts = [sampled(ids, -np.ones(len(ids)), VERSION) for ids in (first, last)]
+            row = row_of(Chain((start, parts[0], given(tool), parts[1])), f"t{len(rows)}", prompt)
+            rows.append(replace(row, temperature=float(generator.choice([0.75, 1.0]))))
+    model = tiny_llama()
+    assert_like_a_plain_forward(model, rows, *forward(model, rows, Layout.FOLDED))
 
 
 def test_contexts_that_are_alike_get_logits_once_a_temperature():
