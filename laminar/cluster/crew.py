@@ -43,6 +43,7 @@ class Crew:
         self._workers: dict[int, RoleProcess] = {}
         self._workers_changed = asyncio.Condition()
         self._retired: set[str] = set()
+        self._keepers: dict[int, asyncio.Task[Any]] = {}
         self._ranks: list[RoleProcess] = []
         self._trainer_ended = asyncio.Event()
         self._trainer_ended.set()
@@ -68,6 +69,9 @@ class Crew:
             first_evaluation: run with the version the worker starts on, before it can swap; once.
         """
         self._retired.discard(f"rollout-{index}")
+        keeper = asyncio.current_task()
+        assert keeper is not None
+        self._keepers[index] = keeper
 
         async def life() -> None:
             await self._run_worker(index, first_evaluation if not self.restarts[f"rollout-{index}"] else None)
@@ -75,18 +79,23 @@ class Crew:
         await self._keep(f"rollout-{index}", life)
 
     async def retire_worker(self, index: int) -> None:
-        """Stop one worker in order: it gives its groups back to the pool; it is not restarted. `keep_worker` may follow."""
+        """Stop one worker in order: it gives its groups back to the pool; it is not restarted. `keep_worker` may follow.
+
+        The task that keeps it ends, also while the worker starts or is between two lives.
+        """
         name = f"rollout-{index}"
         self._retired.add(name)
         worker = self._workers.get(index)
-        if worker is None:
-            return
-        try:
-            async with asyncio.timeout(STOP_SECONDS):
-                await worker.call("stop")
-        except (LaminarError, TimeoutError) as error:
-            logger.info("retiring %s: %s", name, error)
-        worker.kill()
+        if worker is not None:
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await worker.call("stop")
+            except (LaminarError, TimeoutError) as error:
+                logger.info("retiring %s: %s", name, error)
+            worker.kill()
+        if (keeper := self._keepers.pop(index, None)) is not None:
+            keeper.cancel()
+            await asyncio.wait([keeper])
         await self._tell_retired(name)
 
     async def train(self) -> dict[str, Any]:

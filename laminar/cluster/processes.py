@@ -44,7 +44,7 @@ def resident_bytes(pids: Iterable[int]) -> int:
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
                 if line.startswith("RssAnon:"):
                     total += int(line.split()[1]) * 1024
     return total

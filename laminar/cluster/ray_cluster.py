@@ -121,7 +121,7 @@ class RoleProcess:
         try:
             async with asyncio.timeout(seconds):
                 self.pid, self.node_id = await self._actor.whereabouts.remote()
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayError as error:
             raise RoleDiedError(f"the process of {self.spec.name} did not start: {_last_line(str(error))}") from None
         except TimeoutError:
             raise EnvironmentSetupError(
@@ -157,6 +157,8 @@ class RoleProcess:
             raise RoleDiedError(f"{self.spec.name} failed in {method}: {error.cause!r}; see {log}") from None
         except ray.exceptions.RayActorError:
             raise RoleDiedError(f"the process of {self.spec.name} ended") from None
+        except ray.exceptions.RayError as error:  # killed for memory, its machine gone, ...
+            raise RoleDiedError(f"the process of {self.spec.name} ended: {_last_line(str(error))}") from None
 
     def kill(self) -> None:
         """End the process at once."""

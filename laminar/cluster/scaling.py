@@ -6,6 +6,7 @@ does not end for want of a further worker. It knows neither engines nor groups.
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 
 from laminar.cluster.crew import Crew
@@ -23,7 +24,7 @@ def wanted_number(text: str, now: int) -> int:
     Raises:
         ConfigError: it is no number, or would leave no worker.
     """
-    if not text.removeprefix("+").removeprefix("-").isdecimal():
+    if not re.fullmatch("[+-]?[0-9]{1,6}", text):
         raise ConfigError(f"--rollouts {text!r} is no number of workers; write +2, -1 or 4")
     wanted = now + int(text) if text[0] in "+-" else int(text)
     if wanted < 1:
@@ -45,7 +46,8 @@ class Scaling:
     """
 
     def __init__(self, rollout: RolloutConfig, crew: Crew, telemetry: TelemetryWriter, say: Callable[[str], None]) -> None:
-        self.wanted = self._num_workers = rollout.num_workers
+        self.wanted = rollout.num_workers
+        self._workers = set(range(rollout.num_workers))
         self._rollout, self._has_manager = rollout, False
         self._crew, self._telemetry, self._say = crew, telemetry, say
         self._changed = asyncio.Event()
@@ -63,29 +65,33 @@ class Scaling:
     async def run(self) -> None:
         """Start and retire workers until cancelled.
 
-        Consumes: the wanted number. Produces: workers, the highest numbers last come and first gone. Waits for: a change.
+        Consumes: the wanted number. Produces: workers, each the lowest free number; the highest go first. Waits for: a
+        change.
         """
         async with asyncio.TaskGroup() as group:
             while True:
-                if not self._has_manager and self._rollout.wants_manager(self._num_workers):
+                if not self._has_manager and self._rollout.wants_manager(len(self._workers)):
                     self._has_manager = True
                     group.create_task(self._crew.keep_manager())
                 await self._changed.wait()
                 self._changed.clear()
-                while self._num_workers < self.wanted:
-                    group.create_task(self._keep(self._num_workers))
-                    self._num_workers += 1
-                    await self._tell(f"scaled to {self._num_workers} rollout workers")
-                while self.wanted < self._num_workers:
-                    self._num_workers -= 1
-                    await self._crew.retire_worker(self._num_workers)
-                    await self._tell(f"scaled to {self._num_workers} rollout workers")
+                while len(self._workers) < self.wanted:
+                    index = min(set(range(len(self._workers) + 1)) - self._workers)
+                    self._workers.add(index)
+                    group.create_task(self._keep(index))
+                    await self._tell(f"scaled to {len(self._workers)} rollout workers")
+                while self.wanted < len(self._workers):
+                    index = max(self._workers)
+                    self._workers.remove(index)
+                    await self._crew.retire_worker(index)
+                    await self._tell(f"scaled to {len(self._workers)} rollout workers")
 
     async def _keep(self, index: int) -> None:
         try:
             await self._crew.keep_worker(index)
         except EnvironmentSetupError as error:
-            self.wanted = self._num_workers = min(self._num_workers, index)
+            self._workers.discard(index)
+            self.wanted = min(self.wanted, len(self._workers))
             await self._tell(f"no further worker: {error}")
 
     async def _tell(self, text: str) -> None:

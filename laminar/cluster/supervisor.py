@@ -118,7 +118,9 @@ class Supervisor:
             raise
         finally:
             self.outcome.seconds = time.monotonic() - started
-            self._folder.update_state(status=self.outcome.status, reason=self.outcome.reason, redis_url="", dashboard_url="")
+            with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
+                ended = {"status": self.outcome.status, "reason": self.outcome.reason}
+                self._folder.update_state(**ended, redis_url="", dashboard_url="")
         return self.outcome
 
     def _begin_life(self) -> RunState:
@@ -300,7 +302,8 @@ class Supervisor:
         stopping.cancel()
 
     async def _stop_training(self, crew: Crew, training: "asyncio.Task[dict[str, Any]]") -> None:
-        self._folder.update_state(status="stopping")
+        with contextlib.suppress(OSError):  # a full disk must not keep a run from stopping in order
+            self._folder.update_state(status="stopping")
         self.outcome.status = "stopped"
         self.outcome.reason = "told to stop; the last checkpoint holds the finished steps"
         try:

@@ -66,7 +66,8 @@ def look_at(pids: Iterable[int]) -> dict[int, Process]:
     seen = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold blanks
+            text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a name may hold anything, and half a letter
+            fields = text.rpartition(")")[2].split()
             seen[pid] = Process(int(fields[1]), (int(fields[11]) + int(fields[12])) / ticks)
     return seen
 

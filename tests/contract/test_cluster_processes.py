@@ -135,3 +135,18 @@ def test_the_sentinel_ends_everything_and_removes_folders_when_its_supervisor_is
     supervisor.kill()
     supervisor.wait()
     wait_for(lambda: not marked_processes(run_id) and not list(tmp_path.iterdir()))
+
+
+def test_a_process_whose_name_is_cut_in_the_middle_of_a_letter_is_measured(tmp_path):
+    """The kernel keeps 15 bytes of a name."""
+    script = tmp_path / "aufgabenxxxxxxé.sh"
+    script.write_text("#!/bin/sh\necho\nsleep 60\n")
+    script.chmod(0o755)
+    process = subprocess.Popen([str(script)], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        process.stdout.readline()
+        assert look_at([process.pid])[process.pid].parent == os.getpid()
+        assert resident_bytes([process.pid]) > 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(5)

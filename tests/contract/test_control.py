@@ -35,6 +35,8 @@ async def desk(redis_client, run_id):
         done.append(dict(arguments))
         if arguments.get("key") == "bad":
             raise ConfigError("bad cannot be set; set good")
+        if arguments.get("key") == "deep":
+            raise RecursionError("too deep")
         return "done it"
 
     telemetry = TelemetryWriter(redis_client, run_id, "supervisor")
@@ -57,6 +59,12 @@ async def test_a_signed_request_is_obeyed_answered_and_told(desk, redis_client, 
 async def test_a_refusal_comes_back_as_the_sentence_that_was_raised(desk, redis_client, run_id):
     with pytest.raises(ConfigError, match="bad cannot be set; set good"):
         await ask(redis_client, run_id, Request.make(TOKEN, Verb.SET, {"key": "bad"}, "test"))
+
+
+async def test_a_request_that_nobody_thought_of_is_answered_and_does_not_end_the_desk(desk, redis_client, run_id):
+    with pytest.raises(ConfigError, match=r"set failed: RecursionError\('too deep'\); see logs/supervisor.log"):
+        await ask(redis_client, run_id, Request.make(TOKEN, Verb.SET, {"key": "deep"}, "test"))
+    assert await ask(redis_client, run_id, Request.make(TOKEN, Verb.SET, {"key": "a"}, "test")) == "done it"
 
 
 async def test_a_wrong_token_a_changed_argument_and_an_old_request_are_refused(desk, redis_client, run_id):

@@ -1,12 +1,16 @@
 """`laminar scale`: signed requests change the wanted number, and a crew follows it."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from laminar.cluster.control_desk import ControlDesk
+from laminar.cluster.crew import Crew as RealCrew
+from laminar.cluster.roles import RoleContext
 from laminar.cluster.scaling import Scaling, wanted_number
 from laminar.config.rollout import RolloutConfig
+from laminar.config.root import LaminarConfig
 from laminar.control import Request, Verb, ask
 from laminar.errors import ConfigError, EnvironmentSetupError
 
@@ -31,6 +35,8 @@ class Crew:
             self.running.add(index)
             self.changed.notify_all()
             await self.changed.wait_for(lambda: index not in self.running)
+        if index >= self.room:
+            raise EnvironmentSetupError(f"Ray found no room for rollout-{index}")
 
     async def retire_worker(self, index):
         async with self.changed:
@@ -124,7 +130,8 @@ async def test_a_worker_without_room_is_told_of_and_the_number_goes_back(scaled)
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("two", "no number"), ("-2", "would leave 0"), ("0", "would leave 0"), ("+", "no number"), ("", "no number")],
+    [("two", "no number"), ("-2", "would leave 0"), ("0", "would leave 0")]
+    + [(text, "no number") for text in ("+", "", "+-1", "--1", "\N{SUPERSCRIPT TWO}", "9" * 5000)],
 )
 def test_nonsense_and_less_than_one_worker_are_refused(text, reason):
     with pytest.raises(ConfigError, match=reason):
@@ -142,3 +149,78 @@ async def test_a_request_scales_only_if_the_runs_token_signed_it(redis_client, r
     assert (text, scaling.wanted) == ("2 -> 3 rollout workers wanted", 3)
     serving.cancel()
     await asyncio.wait([serving])
+
+
+class Process:
+    """A worker's process whose start takes until it is let in."""
+
+    made = []
+
+    def __init__(self, spec, context, config):
+        self.spec, self.pid, self.node_id, self.state = spec, 1, "node", "made"
+        self.letting_in, self.ended = asyncio.Event(), asyncio.Event()
+        self.made.append(self)
+
+    async def place(self, seconds):
+        self.state = "placed"
+
+    async def start(self, seconds):
+        await self.letting_in.wait()
+
+    async def call(self, method, *arguments):
+        if method == "run":
+            self.state = "runs"
+            await self.ended.wait()
+        else:
+            self.ended.set()
+
+    def kill(self):
+        self.state = "killed"
+
+
+async def settled(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_a_worker_that_is_still_starting_is_retired_too_and_its_number_is_free_again(scaled, monkeypatch, tmp_path):
+    monkeypatch.setattr("laminar.cluster.crew.RoleProcess", Process)
+    monkeypatch.setattr(Process, "made", [])
+    config = LaminarConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"num_workers": 1}})
+    crew = RealCrew(config, RoleContext("supervisor", "run", "token", "", tmp_path), Telemetry(), print, lambda *_: None)
+    monkeypatch.setattr(crew, "_relays", SimpleNamespace(need=Telemetry().emit))
+    scaling, said = scaled(crew, num_workers=1, weight_update="in_flight")
+
+    def states():
+        return [(process.spec.name, process.state) for process in Process.made]
+
+    for lives in (1, 2):
+        await scaling.change({"rollouts": "+1"})
+        await settled(lambda lives=lives: states()[lives - 1 :] == [("rollout-1", "placed")])
+        await scaling.change({"rollouts": "-1"})
+        await settled(lambda lives=lives: said[2 * lives - 1 :] == ["scaled to 1 rollout workers"])
+        assert states() == [("rollout-1", "killed")] * lives
+    await scaling.change({"rollouts": "+1"})
+    await settled(lambda: len(Process.made) == 3)
+    Process.made[2].letting_in.set()
+    await settled(lambda: states()[2] == ("rollout-1", "runs"))
+    await scaling.change({"rollouts": "-1"})
+    await settled(lambda: states()[2] == ("rollout-1", "killed"))
+
+
+async def test_a_number_that_was_lost_in_the_middle_is_the_next_one_to_come(scaled):
+    crew = Crew()
+    scaling, _ = scaled(crew)
+    await scaling.change({"rollouts": "4"})
+    await follow(crew, {0, 1, 2, 3})
+    crew.room = 0
+    async with crew.changed:  # worker 2 ends, and there is no room for its next life
+        crew.running.discard(2)
+        crew.changed.notify_all()
+    await settled(lambda: scaling.wanted == 3)
+    crew.room = 99
+    await scaling.change({"rollouts": "+1"})
+    await follow(crew, {0, 1, 2, 3})
+    await scaling.change({"rollouts": "-1"})
+    await follow(crew, {0, 1, 2})
