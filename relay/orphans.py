@@ -47,6 +47,6 @@ def _is_orphan(folder: Path, orphan_seconds: float, locks: ExitStack) -> bool:
             if lock is None:
                 return False
             locks.enter_context(lock)
-    except (FileNotFoundError, NotADirectoryError):  # no relay ever owned it, or somebody else is removing it
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # never owned, being removed, or of another user
         return False
     return True

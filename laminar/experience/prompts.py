@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import redis.exceptions
+
 from laminar.codec import decode_prompt, encode_prompt
 from laminar.errors import ConfigError, ExperienceError
 from laminar.experience.answers import Claim
@@ -19,6 +21,8 @@ from laminar.seeds import prompt_order
 from laminar.types import ClaimedGroup, Prompt, WeightVersion
 
 NO_LIMIT = -1
+MOST_STALENESS = 2**53
+"""A larger bound is this one: scripts count in float64, and no run has so many versions."""
 PROMPTS_PER_WRITE = 500
 ORDER_SECONDS = 600
 """An epoch's order can be computed again at any time, so it need not stay for ever."""
@@ -85,7 +89,7 @@ class PromptPool:
                 num_prompts=num_prompts,
                 prompts_per_step=prompts_per_step,
                 group_size=group_size,
-                bound=NO_LIMIT if max_staleness is None else max_staleness,
+                bound=NO_LIMIT if max_staleness is None else min(max_staleness, MOST_STALENESS),
                 max_attempts=max_attempts,
                 min_group_size=min_group_size,
                 max_bytes=max_bytes,
@@ -137,7 +141,8 @@ class PromptPool:
             )
             if answer.get("need_epoch") is None:
                 break
-            await self._write_order(json.loads(answer["data"]), answer["need_epoch"])
+            if not await self._write_order(json.loads(answer["data"]), answer["need_epoch"]):
+                return Claim((), "bytes", WeightVersion(answer["lineage"], answer["published"]))
         published = WeightVersion(answer["lineage"], answer["published"])
         groups = await self._with_prompts(answer["groups"])
         if groups is None:
@@ -178,10 +183,19 @@ class PromptPool:
     async def _write(self, rows: dict[str, bytes]) -> None:
         await self._store.client.hset(self._store.key("prompts"), mapping=rows)  # type: ignore[arg-type]
 
-    async def _write_order(self, data: dict[str, Any], epoch: int) -> None:
+    async def _write_order(self, data: dict[str, Any], epoch: int) -> bool:
+        """Whether there was memory for it."""
         order = prompt_order(data["data_seed"], epoch, data["num_prompts"], data["shuffle"]).astype("<i4").tobytes()
         key = self._store.key(f"order:{epoch}")
-        await self._store.insist("order", lambda: self._store.client.set(key, order, nx=True, ex=ORDER_SECONDS))
+
+        async def write() -> bool:
+            try:
+                await self._store.client.set(key, order, nx=True, ex=ORDER_SECONDS)
+            except redis.exceptions.OutOfMemoryError:
+                return False
+            return True
+
+        return await self._store.insist("order", write)
 
     async def _with_prompts(self, granted: list[dict[str, Any]]) -> tuple[ClaimedGroup, ...] | None:
         """The groups with what they play; None if an empty server has replaced the one that granted them."""

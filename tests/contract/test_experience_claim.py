@@ -283,3 +283,23 @@ async def test_resume_with_other_data_is_refused(make_run):
     run = await make_run(num_prompts=100)
     with pytest.raises(ConfigError, match="other data"):
         await make_run(num_prompts=99, store=run.store)
+
+
+async def test_claim_waits_where_there_is_no_memory_for_the_order_of_prompts(make_run):
+    run = await make_run()
+    await run.claim("0.0", groups=1)
+    await run.store.client.delete(run.store.key("order:0"))  # as it goes by itself after a while
+    before = (await run.store.client.config_get("maxmemory"))["maxmemory"]
+    await run.store.client.config_set("maxmemory", 1)
+    try:
+        claim = await run.claim("0.0", groups=1)
+        assert (claim.groups, claim.refused) == ((), "bytes")
+    finally:
+        await run.store.client.config_set("maxmemory", before)
+    assert len((await run.claim("0.0", groups=1)).groups) == 1
+
+
+async def test_bound_that_is_larger_than_any_number_of_versions_is_kept(make_run):
+    run = await make_run(max_staleness=10**20)
+    assert len((await run.claim("0.0", groups=50)).groups) == 50
+    assert (await run.buffer.peek()).headers[0].max_staleness == 2**53

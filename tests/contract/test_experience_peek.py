@@ -38,3 +38,15 @@ async def test_keys_deleted_by_hand_are_noticed_by_a_reader_of_old(make_run):
     again = await make_run(store=run.store)
     await again.claim("0.0", groups=1)
     assert len((await run.buffer.peek()).headers) == 1
+
+
+async def test_changes_in_the_microseconds_after_the_last_look_are_seen(make_run):
+    """After the server's clock was set back, revisions rise by one a script; they have 16 digits."""
+    run = await make_run(num_prompts=40, prompts_per_step=40, max_staleness=None)
+    await run.claim("0.0", groups=1)
+    ahead = 4_000_000_000_000_051  # the last revision, of a clock that was ahead
+    await run.store.client.hset(run.store.key("run"), "revision", ahead)
+    await run.buffer.peek()
+    for _ in range(30):
+        await run.claim("0.0", groups=1)
+        assert await run.buffer.peek() == await ExperienceBuffer(run.store).peek()

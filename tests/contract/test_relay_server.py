@@ -156,6 +156,21 @@ def test_store_whose_owner_or_publisher_lives_is_no_orphan(store, role):
     assert remove_orphans(store.root) == [store.folder]
 
 
+def test_another_users_store_that_may_not_be_looked_into_is_left_alone(store, monkeypatch):
+    """As under a umask of 077, and as only a user without privileges sees it: root may look anywhere."""
+    store.hold(OWNER).release()
+    make_old(store)
+    look = Path.stat
+
+    def forbid(path, **options):
+        if path.name == f"{OWNER}.lock":
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(Path, "stat", forbid)
+    assert remove_orphans(store.root) == []
+
+
 def test_store_that_was_just_in_use_is_no_orphan_yet(store):
     store.hold(OWNER).release()
     assert remove_orphans(store.root) == []

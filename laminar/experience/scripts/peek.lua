@@ -10,7 +10,7 @@ reap(0)
 
 local function changed()
   local stored, gone = {}, {}
-  local ids = call('ZRANGEBYSCORE', CHANGES, '(' .. args.revision, '+inf')
+  local ids = call('ZRANGEBYSCORE', CHANGES, string.format('(%.0f', args.revision), '+inf')
   for first = 1, #ids, 1000 do
     local last = math.min(first + 999, #ids)
     for i, packed in ipairs(call('HMGET', HEADERS, unpack(ids, first, last))) do
