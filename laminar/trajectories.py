@@ -9,6 +9,7 @@ Written by workers (`rollout.trajectory_log`) and the observer; this module read
 
 import contextlib
 import json
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,18 +67,23 @@ class _File:
 
 
 class TrajectoryFolder:
-    """Finds and reads records; what was read once is remembered, so a look at a growing folder costs what is new."""
+    """Finds and reads records; what was read once is remembered, so a look at a growing folder costs what is new.
+
+    Threads may look at once.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, _File] = {}
         self._steps: dict[str, int] = {}
         self._steps_read = 0
+        self._reading = threading.Lock()
 
     def summaries(self) -> list[Summary]:
         """All records, newest first."""
-        self._refresh()
-        found = [summary for file in self._files.values() for summary in file.summaries]
+        with self._reading:
+            self._refresh()
+            found = [summary for file in self._files.values() for summary in file.summaries]
         return sorted(found, key=lambda summary: summary.time, reverse=True)
 
     def find(self, trajectory_id: str) -> Summary | None:

@@ -8,6 +8,7 @@ older checkpoint goes only after a newer one is complete.
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
 POINTER = "latest"
+NAME = re.compile("step_[0-9]+")
 _CHUNK_BYTES = 1 << 24
 
 
@@ -138,13 +140,13 @@ def read_extra(path: Path) -> dict[str, Any]:
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints that were completed, oldest first; leftovers do not count."""
-    return sorted(path for path in root.glob("step_*") if path.suffix != ".tmp" and path.is_dir())
+    """Checkpoints that were completed, oldest first; leftovers and a user's copies do not count."""
+    return sorted((path for path in root.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()), key=_step_of)
 
 
 def oldest_step(root: Path) -> int:
     """Step of the oldest complete checkpoint; a resume may have to start there. 0 without any."""
-    return min((int(path.name.partition("_")[2]) for path in complete_checkpoints(root)), default=0)
+    return min(map(_step_of, complete_checkpoints(root)), default=0)
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -155,6 +157,10 @@ def checkpoint_path(root: Path, step: int) -> Path:
 def temporary_path(root: Path, step: int) -> Path:
     """Folder that a step's checkpoint is written in."""
     return checkpoint_path(root, step).with_suffix(".tmp")
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.partition("_")[2])
 
 
 def _checksum(file: Path) -> str:

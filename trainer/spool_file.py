@@ -90,13 +90,17 @@ def write_step(path: Path, header: SpooledStep, groups: Sequence[Sequence[Trajec
     packed = msgspec.json.encode(replace(header, groups=described, checksum=digest.hexdigest()))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        file.write(_PREFIX.pack(_MAGIC, FORMAT_VERSION, len(packed), xxhash.xxh3_64_intdigest(packed)))
-        file.write(packed)
-        file.writelines(frame for part in frames for frame in part)
-        file.flush()
-        os.fsync(file.fileno())
-        length = file.tell()
+    try:
+        with temporary.open("wb") as file:
+            file.write(_PREFIX.pack(_MAGIC, FORMAT_VERSION, len(packed), xxhash.xxh3_64_intdigest(packed)))
+            file.write(packed)
+            file.writelines(frame for part in frames for frame in part)
+            file.flush()
+            os.fsync(file.fileno())
+            length = file.tell()
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk it would take what others need
+        raise
     temporary.replace(path)
     _sync_folder(path.parent)
     return length

@@ -1,18 +1,27 @@
 """Case D25: a save killed at any point leaves a folder from which the right checkpoint is found, and the next save works."""
 
 import logging
+import shutil
 
 import pytest
 
 from laminar.errors import ConfigError
-from trainer.checkpoint_folder import begin, checkpoint_path, complete, complete_checkpoints, find_latest, read_manifest
+from trainer.checkpoint_folder import (
+    begin,
+    checkpoint_path,
+    complete,
+    complete_checkpoints,
+    find_latest,
+    oldest_step,
+    read_manifest,
+)
 
 
 def write(root, step, files=("shard_0", "shard_1")):
     folder = begin(root, step)
     (folder / "model").mkdir()
     for file in files:
-        (folder / "model" / file).write_bytes(bytes([step]) * 100)
+        (folder / "model" / file).write_bytes(bytes([step % 256]) * 100)
     return folder
 
 
@@ -103,3 +112,14 @@ def test_another_format_version_is_refused_and_never_passed_over_for_an_older_ch
     for read in (lambda: read_manifest(checkpoint_path(tmp_path, 20)), lambda: find_latest(tmp_path)):
         with pytest.raises(ConfigError, match=r"format version 3, .* resume the run with the Laminar that wrote it"):
             read()
+
+
+def test_a_users_copy_is_no_checkpoint_and_stays(tmp_path):
+    first = save(tmp_path, 10)
+    for name in ("step_000010_best", "step_000010.bak"):
+        shutil.copytree(first, tmp_path / name)
+    save(tmp_path, 999_999)
+    save(tmp_path, 1_000_000)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_999999", "step_1000000"]
+    assert oldest_step(tmp_path) == 999_999
+    assert {"step_000010_best", "step_000010.bak"} < {path.name for path in tmp_path.iterdir()}

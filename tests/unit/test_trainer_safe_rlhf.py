@@ -33,6 +33,17 @@ def test_the_multiplier_moves_as_computed_by_hand():
     assert next_multiplier(7.0, 3.0, SafeRlhfOptions(multiplier_learning_rate=0.0)) == pytest.approx(7.0)
 
 
+def test_costs_far_below_their_limit_leave_a_multiplier_that_can_rise_again():
+    """Costs in tokens: ln 1 - 0.1 x 7692 is far below what a float64 power of e can hold."""
+    options = SafeRlhfOptions(cost_limit=8192, multiplier_learning_rate=0.1)
+    low = next_multiplier(1.0, 500.0, options)
+    assert low == pytest.approx(1e-3)
+    assert next_multiplier(low, 50_000.0, options) == pytest.approx(1e-3 * math.exp(1e-4 * 41_808))
+    algorithm = SafeRlhf(options)
+    algorithm.load_state({"multiplier": 0.0})
+    assert algorithm.multiplier == 1e-3
+
+
 def test_an_answer_counts_its_reward_less_its_multiplied_cost(make_group):
     """l = 3: (2 - 3 x 1) / 4 = -0.25 and (0 - 3 x -1) / 4 = 0.75; less their mean 0.25: -0.5 and 0.5."""
     algorithm = SafeRlhf(SafeRlhfOptions(multiplier=3.0))

@@ -216,3 +216,10 @@ def test_the_audit_names_what_was_trained_twice_and_what_was_lost():
     assert (found.num_steps, found.missing_steps) == (2, (2,))
     assert found.twice == ((0, 1),)
     assert found.unaccounted == ((0, 3), (1, 1))
+
+
+def test_a_step_that_finds_the_disk_full_leaves_nothing_behind(spool, tmp_path, disk_limit):
+    with disk_limit(100), pytest.raises(EnvironmentSetupError):
+        commit(spool, 1)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    commit(spool, 1)

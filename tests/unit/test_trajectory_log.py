@@ -1,6 +1,7 @@
 """Trajectory records: sampled by group, appended, torn ends passed over, bounded, found again."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -128,3 +129,13 @@ def test_a_full_disk_costs_records_not_the_run(tmp_path, trajectory_maker):
     log.add(trajectory_maker.play("a", 0, "0.0"))
     log.write()
     assert log.left_out == 1
+
+
+def test_looks_of_several_threads_at_once_see_each_record_once(log, tmp_path, trajectory_maker):
+    for number in range(400):
+        log.add(trajectory_maker.play(f"{number:08d}", 0, "0.0"))
+    log.write()
+    folder = TrajectoryFolder(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        seen = list(threads.map(lambda _: len(folder.summaries()), range(8)))
+    assert seen == [400] * 8

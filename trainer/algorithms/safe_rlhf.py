@@ -14,6 +14,9 @@ from trainer.algorithms.advantages import is_informative
 from trainer.algorithms.policy_gradient import PolicyGradient
 from trainer.algorithms.presets import SafeRlhfOptions
 
+MIN_MULTIPLIER = 1e-3
+"""The multiplier is the pace of its own ascent: from much less it would never come back, and 0 has no logarithm."""
+
 
 class SafeRlhf(PolicyGradient):
     """A policy gradient with a Lagrange multiplier."""
@@ -38,7 +41,7 @@ class SafeRlhf(PolicyGradient):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with a checkpoint's multiplier."""
-        self.multiplier = state.get("multiplier", self.safety.multiplier)
+        self.multiplier = max(state.get("multiplier", self.safety.multiplier), MIN_MULTIPLIER)
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
         """Whether a group's rewards or its costs differ."""
@@ -64,6 +67,6 @@ class SafeRlhf(PolicyGradient):
 
 
 def next_multiplier(multiplier: float, mean_cost: float, options: SafeRlhfOptions) -> float:
-    """The multiplier after a batch: gradient ascent on its logarithm (arXiv 2310.12773, equation 31)."""
+    """The multiplier after a batch: gradient ascent on its logarithm (arXiv 2310.12773, equation 31), within limits."""
     moved = math.log(multiplier) + options.multiplier_learning_rate * multiplier * (mean_cost - options.cost_limit)
-    return math.exp(min(moved, math.log(options.max_multiplier)))
+    return math.exp(min(max(moved, math.log(MIN_MULTIPLIER)), math.log(options.max_multiplier)))
