@@ -199,10 +199,15 @@ class RolloutWorker:
                 self._counts.note_full_buffer(claim.refused == "bytes" and not granted)
                 self._replica.say_idle(f"idle_{claim.refused}" if claim.refused else "idle")
                 for group in claim.groups:
-                    self._held.add(group.group_id)
-                    self._groups[group.group_id] = self._group.create_task(self._play_group(group))
+                    if group.group_id not in self._groups:  # else its lease ran out, and is back before it was missed
+                        self._start_group(group)
             if not granted:
                 await asyncio.sleep(CLAIM_PAUSE_SECONDS)
+
+    def _start_group(self, group: ClaimedGroup) -> None:
+        self._held.add(group.group_id)
+        self._groups[group.group_id] = self._group.create_task(self._play_group(group))
+        self._groups[group.group_id].add_done_callback(lambda _: self._groups.pop(group.group_id, None))
 
     async def _play_group(self, group: ClaimedGroup) -> None:
         try:
@@ -215,8 +220,6 @@ class RolloutWorker:
             self._held.discard(group.group_id)
         except* LaminarError as failures:
             raise first_error(failures) from None
-        finally:
-            self._groups.pop(group.group_id, None)
 
     async def _play_member(self, group: ClaimedGroup, member: int, left: Partial | None, siblings: Siblings) -> None:
         """Play one member and submit the outcome; a failed one is played again as long as the data module says so."""

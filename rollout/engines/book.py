@@ -104,6 +104,8 @@ class EngineBook(Generic[R]):
     def enter(self, wire: GenerateWire, vocabulary_size: int, make: Callable[[Output], R]) -> Output:
         """Queue a request, once it has been checked; its output grows during later steps.
 
+        What only scores given tokens goes first: after a swap, answers are held back until a probe has been scored.
+
         Args:
             wire: as it was asked.
             vocabulary_size: ids are below it.
@@ -119,7 +121,10 @@ class EngineBook(Generic[R]):
         if any(other.wire.rid == wire.rid for other in (*self.running, *self.waiting)):
             raise ConfigError(f"request id {wire.rid!r} is in use; choose another")
         request = make(Output(wire.rid, len(wire.input_ids)))
-        self.waiting.append(request)
+        if wire.logprob_start_len == 0:
+            self.waiting.appendleft(request)
+        else:
+            self.waiting.append(request)
         return request.output
 
     def abort(self, rid: str | None) -> int:

@@ -60,6 +60,8 @@ class EngineLoop:
         future: Future[Result] = Future()
 
         def command() -> None:
+            if not future.set_running_or_notify_cancel():  # who asked has gone
+                return
             try:
                 result = function(self._engine)
             except LaminarError as error:

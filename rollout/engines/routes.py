@@ -74,8 +74,8 @@ class EngineServer:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer one request; a caller that goes away aborts it."""
         wire = await body(request, GenerateWire)
-        updates = await self._door.generate(wire)
         try:
+            updates = await self._door.generate(wire)
             if wire.stream:
                 return await self._stream(request, updates)
             update = await updates.get()
@@ -101,7 +101,7 @@ class EngineServer:
         wire = await body(request, AbortWire)
         if not wire.rid and not wire.abort_all:
             raise ConfigError("name a rid, or set abort_all")
-        await self._door.call(lambda book: book.abort(None if wire.abort_all else wire.rid))
+        await asyncio.shield(self._door.call(lambda book: book.abort(None if wire.abort_all else wire.rid)))
         return web.Response()
 
     async def pause_generation(self, request: web.Request) -> web.StreamResponse:

@@ -4,9 +4,10 @@ One call of `step` admits what fits, prefills all admitted prompts together (equ
 every running request; for siblings that have drawn the same tokens so far, all but attention is computed once. Everything
 else (abort, pause, new weights) happens between steps, so at a token boundary.
 
-Invariants: admission is first in, first out and reserves prompt + `max_new_tokens`, so a running request never lacks room;
-row i of the key-value store belongs to `running[i]`; every token records the version that sampled it; with unknown weights
-(a failed update) nothing is generated. This module is used by one thread and knows no network.
+Invariants: admission is first in, first out (what only scores given tokens goes first) and reserves prompt +
+`max_new_tokens`, so a running request never lacks room; row i of the key-value store belongs to `running[i]`; every token
+records the version that sampled it; with unknown weights (a failed update) nothing is generated. This module is used by one
+thread and knows no network.
 """
 
 import time

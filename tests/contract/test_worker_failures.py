@@ -428,3 +428,24 @@ def test_no_two_series_of_attempts_share_a_number(make_bench):
     )
     firsts = [first_attempt(config.rollout, lease, replay, 2) for lease in (1, 2, 3) for replay in (0, 1, 2)]
     assert firsts == [0, 3, 6, 9, 12, 15, 18, 21, 24]
+
+
+async def test_groups_whose_leases_ran_out_and_came_back_are_not_played_twice(make_bench):
+    """A data module that stood still for longer than a lease: the next claim grants the worker what it still plays."""
+    rollout = {"max_in_flight_groups": 9}
+    bench = await make_bench(prompts=4, max_epochs=1, max_attempts=9, wall_seconds=30.0, rollout=rollout)
+    bench.engine.hang = {f"prompt {i}" for i in range(4)}
+
+    async def all_run():
+        return len(bench.engine.running) >= 4
+
+    async def all_are_owned():
+        return [header.owner for header in (await bench.run.buffer.peek()).headers] == ["rollout-0"] * 4
+
+    async with bench.working(bench.client):
+        await bench.until(all_run)
+        for _ in range(5):
+            await bench.run.pool.reap(ahead_seconds=1000.0)
+            await bench.until(all_are_owned)
+    assert bench.player.played == dict.fromkeys("0123", 1)
+    assert len(bench.engine.aborted) == 4

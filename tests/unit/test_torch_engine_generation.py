@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -350,3 +351,17 @@ def test_load_counts_what_is_there(tiny):
     assert load.used_tokens == 2 * 9 + 8
     assert load.generated_tokens == 4
     assert load.capacity_tokens == 4096
+
+
+def test_given_tokens_are_scored_before_those_who_wait(tiny):
+    """After a swap, answers are held back until a probe has been scored: it must not stand at the end of the queue."""
+    engine = TorchEngine(tiny, "0.0", EngineOptions(max_running=1))
+    outputs = {name: engine.add(request(name, seed=place)) for place, name in enumerate(["runs", "waits", "waits too"])}
+    engine.step()
+    probe = msgspec.structs.replace(request("probe", new=1), logprob_start_len=0)
+    outputs["probe"] = engine.add(probe)
+    ends = []
+    while engine.book.has_work:
+        engine.step()
+        ends += [name for name, output in outputs.items() if output.finish_reason and name not in ends]
+    assert ends == ["runs", "probe", "waits", "waits too"]
