@@ -99,7 +99,7 @@ def encode_prompt(prompt: Prompt) -> bytes:
     """
     try:
         return _seal(_PROMPT, FORMAT_VERSION, _ENCODER.encode(prompt))
-    except (TypeError, OverflowError, RecursionError) as error:
+    except (TypeError, OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise ConfigError(
             f"prompt {prompt.prompt_id!r}: a field cannot be stored ({error}); use text, numbers, booleans, lists and tables"
         ) from error

@@ -235,10 +235,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an episode yielded no reward."""
+    """Why an episode yielded no reward; `text` may quote a policy, so what cannot be stored of it becomes `?`."""
 
     kind: FailureKind
     text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", storable(self.text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +395,11 @@ class ClaimedGroup:
     members: tuple[int, ...]
     attempt: int
     claim: int = 1
+
+
+def storable(text: str) -> str:
+    """The text with `?` for lone surrogates: JSON may write such halves of a character, UTF-8 cannot hold them."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def trajectory_id(group_id: str, member: int) -> str:

@@ -111,35 +111,41 @@ def _as_episode_error(error: BaseException, what: str, kind: FailureKind) -> Epi
 class DaemonThreads:
     """Runs blocking user functions in daemon threads, at most `max_running` at once.
 
-    A thread cannot be killed. One whose caller stopped waiting gives its place back, so that it starves nobody; when
-    `max_stuck` of them are still alive, further calls are refused rather than letting threads pile up.
+    A thread cannot be killed. One whose caller stopped waiting gives its place back, so that it starves nobody. It is stuck
+    if it is still alive after its deadline: an evicted caller stops waiting for a function that would return in time. When
+    `max_stuck` are stuck, further calls are refused rather than letting threads pile up.
     """
 
     def __init__(self, *, max_running: int = 32, max_stuck: int = 8) -> None:
         self.places = asyncio.Semaphore(max_running)
         self._max_stuck = max_stuck
-        self._given_up: list[threading.Thread] = []
+        self._given_up: list[tuple[threading.Thread, float]] = []
 
-    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def run(self, function: Callable[..., Any], *arguments: Any, deadline: float = 0.0) -> Any:
         """The function's value, or what it raised. Hold one of `places` meanwhile, taken before any deadline starts.
+
+        Args:
+            function: what to run.
+            arguments: what it is given.
+            deadline: the loop's time from when on it is stuck if nobody waits for it any more.
 
         Raises:
             EpisodeError: earlier calls are still stuck.
         """
-        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
-        if len(self._given_up) >= self._max_stuck:
-            raise EpisodeError(
-                FailureKind.VERIFIER,
-                f"{len(self._given_up)} earlier calls never returned; the function must bound its own time",
-            )
         loop = asyncio.get_running_loop()
+        self._given_up = [(thread, due) for thread, due in self._given_up if thread.is_alive()]
+        num_stuck = sum(due <= loop.time() for _, due in self._given_up)
+        if num_stuck >= self._max_stuck:
+            raise EpisodeError(
+                FailureKind.VERIFIER, f"{num_stuck} earlier calls never returned; the function must bound its own time"
+            )
         future: asyncio.Future[_Outcome] = loop.create_future()
         thread = threading.Thread(target=_run_in_thread, args=(loop, future, function, arguments), daemon=True)
         thread.start()
         try:
             outcome = await future
         except asyncio.CancelledError:
-            self._given_up.append(thread)
+            self._given_up.append((thread, deadline))
             raise
         if outcome.error is not None:
             raise outcome.error

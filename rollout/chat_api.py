@@ -185,5 +185,5 @@ def _readable(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise BadCallError(f"tool call {call!r:.80} is malformed: its arguments must be JSON text") from error

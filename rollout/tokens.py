@@ -14,7 +14,7 @@ import jinja2
 import numpy as np
 
 from laminar.errors import ConfigError
-from laminar.types import Int32Array, Message, Prompt
+from laminar.types import Int32Array, Message, Prompt, storable
 
 ChatMessage = Mapping[str, Any]
 """A message as chat templates take it: `role`, `content`, and what else the template knows."""
@@ -103,7 +103,8 @@ class HuggingFaceTokenizer:
         return str(template.render(messages=list(messages), tools=list(tools) or None, **settings))
 
     def encode_observation(self, text: str) -> Int32Array:
-        """(T,) int32: exactly this text, nothing added."""
+        """(T,) int32: exactly this text, nothing added; a lone surrogate, which no tokenizer takes, becomes `?`."""
+        text = storable(text)
         if self._fast is not None:
             return np.asarray(self._fast.encode(text, add_special_tokens=False).ids, dtype=np.int32)
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)

@@ -4,7 +4,6 @@ A program that crashes, loops or is stopped at a limit has failed its test; a sa
 the verifier.
 """
 
-import asyncio
 import re
 from typing import Any
 
@@ -39,7 +38,7 @@ class CodeTests:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._places = asyncio.Semaphore(options.num_parallel)
+        self.max_running = options.num_parallel  # an answer runs one program at a time
 
     def check_prompt(self, prompt: Prompt) -> str | None:
         """What keeps this prompt from being judged."""
@@ -66,11 +65,10 @@ class CodeTests:
 
     async def _passes(self, code: str, test: dict[str, str]) -> bool:
         program = python_program(f"{code}\n{test.get('code', '')}\n", stdin=test.get("input", ""))
-        async with self._places:
-            try:
-                outcome = await self._run(program)
-            except EpisodeError as error:
-                raise EpisodeError(FailureKind.VERIFIER, error.failure.text) from error
+        try:
+            outcome = await self._run(program)
+        except EpisodeError as error:
+            raise EpisodeError(FailureKind.VERIFIER, error.failure.text) from error
         return outcome.is_success and ("output" not in test or _lines(outcome.output) == _lines(test["output"]))
 
     async def _run(self, program: Program) -> Outcome:

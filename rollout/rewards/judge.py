@@ -1,13 +1,15 @@
 """Reward `judge`: a language model, or a reward model, behind an OpenAI-compatible URL says what an answer is worth.
 
-Invariants: an answer is judged once, equal ones share a call; what cannot be judged, be the judge out of reach, its verdict
-unreadable or the budget used up, is a failure of the verifier, never a wrong answer.
+Invariants: an answer is judged once, equal ones share a call, which ends when nobody waits for it any more; what cannot be
+judged, be the judge out of reach, its verdict unreadable or the budget used up, is a failure of the verifier, never a wrong
+answer.
 """
 
 import asyncio
 import os
 import string
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -27,6 +29,18 @@ _QUESTION = (
     "Judge the answer to a question.\n\nQuestion:\n{question}\n\nAnswer:\n{answer}\n\n"
     "Say in a sentence what is good or bad about it, then end with a line `Score: N`, N from 0 to 10."
 )
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """A call, running or done, and how many answers wait for it."""
+
+    task: asyncio.Task[float]
+    num_waiting: int = 0
+
+    @property
+    def has_failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
 class Judge:
@@ -60,7 +74,7 @@ class Judge:
         max_calls: int | None = Field(None, ge=1)
         """Budget of calls of one worker, retries included; unset: none."""
         max_running: int = Field(16, ge=1)
-        """Calls of one worker at once."""
+        """Answers that one worker has judged at once."""
         cache_size: int = Field(4096, ge=0)
         """Verdicts kept for equal questions."""
 
@@ -87,8 +101,8 @@ class Judge:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._pattern = regex.compile(options.pattern)
-        self._places = asyncio.Semaphore(options.max_running)
-        self._verdicts: OrderedDict[str, asyncio.Task[float]] = OrderedDict()
+        self.max_running = options.max_running
+        self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
         self.num_calls = 0
 
     def check_prompt(self, prompt: Prompt) -> str | None:
@@ -104,14 +118,19 @@ class Judge:
     async def score(self, context: RewardContext) -> float:
         """Between 0.0 and 1.0."""
         question = self._question(context)
-        task = self._verdicts.get(question)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._verdicts[question] = asyncio.create_task(self._ask(question))
+        verdict = self._verdicts.get(question)
+        if verdict is None or verdict.has_failed:
+            verdict = self._verdicts[question] = _Verdict(asyncio.create_task(self._ask(question)))
         self._verdicts.move_to_end(question)
+        verdict.num_waiting += 1
         try:
-            return await asyncio.shield(task)  # it may be awaited by others too
+            return await asyncio.shield(verdict.task)  # it may be awaited by others too
         finally:
-            while len(self._verdicts) > self._options.cache_size and next(iter(self._verdicts.values())).done():
+            verdict.num_waiting -= 1
+            if not verdict.num_waiting and not verdict.task.done():  # or it would run beside those of `max_running`
+                verdict.task.cancel()
+                del self._verdicts[question]
+            while len(self._verdicts) > self._options.cache_size and next(iter(self._verdicts.values())).task.done():
                 self._verdicts.popitem(last=False)
 
     def _question(self, context: RewardContext) -> str:
@@ -121,14 +140,13 @@ class Judge:
         return text.format(question=asked, answer=context.completion, reference=reference)
 
     async def _ask(self, question: str) -> float:
-        async with self._places:
-            for attempt in range(self._options.retries + 1):
-                if attempt:
-                    await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
-                try:
-                    return self._read(await self._call(question))
-                except (aiohttp.ClientError, OSError, TimeoutError) as error:  # a TimeoutError is an OSError from 3.11 on
-                    trouble = f"{type(error).__name__}: {error}"
+        for attempt in range(self._options.retries + 1):
+            if attempt:
+                await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+            try:
+                return self._read(await self._call(question))
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:  # a TimeoutError is an OSError from 3.11 on
+                trouble = f"{type(error).__name__}: {error}"
         raise EpisodeError(
             FailureKind.VERIFIER, f"judge {self._options.url} failed {attempt + 1} times; the last: {trouble}"
         )

@@ -9,6 +9,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from rollout.rewards import REWARDS
 from rollout.rewards.base import RewardContext
 
 _MAX_THREADS = 32
-"""Calls of one plain `score` at once, unless the judge has an attribute `max_running`; further ones wait, off the clock."""
+"""Calls of one plain judge at once, unless it has an attribute `max_running`; further ones wait, off the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One named reward. `judge` is a reward object or a function of (prompt, completion); see `rollout.rewards.base`."""
+    """One named reward. `judge` is a reward object or a function of (prompt, completion); see `rollout.rewards.base`.
+
+    An `async` judge with an attribute `max_running` has so many calls at once; further ones wait, off the clock.
+    """
 
     name: str
     judge: Any
@@ -45,6 +49,11 @@ class Term:
     timeout_seconds: float = 30.0
     failure_kind: FailureKind = FailureKind.USER_BUG
     threads: DaemonThreads = field(default_factory=DaemonThreads)
+    async_places: AbstractAsyncContextManager[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        most = getattr(self.judge, "max_running", None)
+        object.__setattr__(self, "async_places", nullcontext() if most is None else asyncio.Semaphore(most))
 
 
 class RewardScorer:
@@ -213,6 +222,8 @@ async def _call(term: Term, function: Callable[..., Any], *arguments: Any) -> An
         )
 
     if inspect.iscoroutinefunction(function):
-        return await guarded(lambda: function(*arguments))
+        async with term.async_places:
+            return await guarded(lambda: function(*arguments))
     async with term.threads.places:
-        return await guarded(lambda: term.threads.run(function, *arguments))
+        deadline = asyncio.get_running_loop().time() + term.timeout_seconds
+        return await guarded(lambda: term.threads.run(function, *arguments, deadline=deadline))

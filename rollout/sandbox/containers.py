@@ -23,7 +23,7 @@ from pydantic import Field
 from laminar.config.section import Section
 from laminar.types import FailureKind
 from rollout.boundary import EpisodeError
-from rollout.sandbox.run import Ended, Limits, Outcome, Program, check_names, read_limited
+from rollout.sandbox.run import Ended, Limits, Outcome, Program, check_files, read_limited
 
 ENGINES = ("docker", "podman")
 _ENGINE_FAILED = 125
@@ -64,9 +64,9 @@ class ContainerPool:
 
         Raises:
             EpisodeError: of kind `tool`: no engine answers, or it fails.
-            ValueError: a file's name leads out of the private folder.
+            ValueError: as `check_files`.
         """
-        check_names(program)
+        check_files(program)
         container = await self._take()
         try:
             await self._put_files(container, program)
@@ -139,7 +139,7 @@ class ContainerPool:
         overflowed, ended = asyncio.create_task(overflow.wait()), asyncio.create_task(process.wait())
         try:
             with contextlib.suppress(ConnectionError):
-                process.stdin.write(program.stdin.encode())
+                process.stdin.write(program.stdin.encode("utf-8", "surrogateescape"))
                 process.stdin.close()
             done = {ended, overflowed}
             await asyncio.wait(done, timeout=limits.wall_seconds, return_when=asyncio.FIRST_COMPLETED)

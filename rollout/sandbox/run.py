@@ -141,9 +141,9 @@ async def run(program: Program, limits: Limits) -> Outcome:
 
     Raises:
         EpisodeError: of kind `tool`: the sandbox itself could not be built, or isolation is required and not to be had.
-        ValueError: a file's name leads out of the private folder.
+        ValueError: as `check_files`.
     """
-    check_names(program)
+    check_files(program)
     isolated = _choose_isolation(limits)
     folder = tempfile.mkdtemp(prefix="laminar-box-")
     try:
@@ -152,15 +152,19 @@ async def run(program: Program, limits: Limits) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_names(program: Program) -> None:
-    """Refuse files outside the private folder.
+def check_files(program: Program) -> None:
+    """Refuse what is the fault of whoever wrote the program, before the sandbox would be blamed for it.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a file's name leads out of the private folder, or a text cannot be written as UTF-8.
     """
-    for name in program.files:
+    for name, text in {**program.files, ".stdin": program.stdin}.items():
         if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
             raise ValueError(f"file name {name!r} leads out of the private folder")
+        try:
+            (name + text).encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"file {name!r} holds half of a character and cannot be written: {error.reason}") from error
 
 
 def _choose_isolation(limits: Limits) -> bool:

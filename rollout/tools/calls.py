@@ -56,7 +56,7 @@ def parse_llama(text: str) -> ParsedTurn:
     while body:
         try:
             value, end = json.JSONDecoder().raw_decode(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             calls.append(f"it is not valid JSON: {error}")
             break
         calls.append(_from_value(value, "parameters"))

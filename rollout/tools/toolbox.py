@@ -6,7 +6,7 @@ kind `tool`. It does not know how calls are written.
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +79,7 @@ class Toolbox:
         if tool is None:
             return Answer(f"error: there is no tool {call.name!r}, only {', '.join(self.tools)}", is_result=False)
         try:
+            _refuse_lone_surrogates(call.arguments)
             text = result_text(await self._run(tool, tool.check(call.arguments)))
         except ANSWERED_ERRORS as error:
             return Answer(f"error: {error or type(error).__name__}"[: self.max_characters], is_result=False)
@@ -128,6 +129,29 @@ async def _caught(call: Callable[[], Awaitable[Any]]) -> Any:
         raise
     except ANSWERED_ERRORS as error:
         return _Refused(error)
+
+
+def _refuse_lone_surrogates(arguments: Mapping[str, Any]) -> None:
+    """Raise before a tool writes, sends or quotes what UTF-8 cannot hold; JSON lets a policy write it."""
+    for text in _texts(arguments):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise ToolError(f"the arguments hold half of a character, {half!r}; write it whole or leave it out") from error
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a call's arguments, keys included, however deep they are."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str(text):
+                yield text
+            case Mapping() as table:
+                waiting += [*table.keys(), *table.values()]
+            case list(values) | tuple(values) | set(values):
+                waiting += values
 
 
 def load_entry(entry: str | Plugin) -> tuple[Any, Section | None]:

@@ -9,6 +9,7 @@ from laminar.types import FailureKind, Message, Prompt
 from rollout.boundary import EpisodeError
 from rollout.rewards.base import RewardContext
 from rollout.rewards.judge import Judge
+from rollout.rewards.scorer import RewardScorer, Term
 
 SCORES = {"good": "Fine. Score: 3, no:\nScore: 10", "fair": "score: 2.5", "odd": "Nice.", "high": "Score: 11"}
 
@@ -83,6 +84,31 @@ async def test_equal_questions_share_one_call_also_while_it_runs(server):
     assert await asyncio.gather(*tasks) == [1.0] * 5
     assert await reward.score(context("good")) == 1.0
     assert len(server.asked) == reward.num_calls == 1
+
+
+async def test_a_call_ends_when_the_last_that_waits_for_it_is_gone(server):
+    reward = judge(server)
+    server.gate.clear()
+    first, second = (asyncio.create_task(reward.score(context("good"))) for _ in range(2))
+    while not server.asked:
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    assert len(server.asked) == reward.num_calls == 1
+    second.cancel()
+    await asyncio.wait([second])
+    server.gate.set()
+    assert await reward.score(context("good")) == 1.0
+    assert len(server.asked) == reward.num_calls == 2
+
+
+async def test_the_wait_for_a_busy_judge_does_not_count_as_an_answers_time(server):
+    server.gate.clear()
+    scorer = RewardScorer([Term("judge", judge(server, max_running=1), timeout_seconds=1.0)])
+    slow, waiting = (asyncio.create_task(scorer.score(context(answer))) for answer in ("good", "fair"))
+    assert "took longer than 1 s" in (await slow).failure.text
+    server.gate.set()
+    assert (await waiting).reward == 0.25
 
 
 async def test_the_oldest_verdict_is_forgotten_first(server):

@@ -198,6 +198,12 @@ async def test_a_file_outside_the_private_folder_is_refused(name):
         await run(Program(["/bin/true"], {name: ""}), limits())
 
 
+@pytest.mark.parametrize("files", [{"main.py": "print('\ud83d')"}, {"\ud83d": ""}])
+async def test_a_file_that_cannot_be_written_is_its_authors_mistake(files):
+    with pytest.raises(ValueError, match="half of a character"):
+        await run(Program(["/bin/true"], files), limits())
+
+
 @pytest.mark.slow
 async def test_cancelling_ends_the_program_and_removes_its_folder(anywhere, tmp_path):
     before, mark = boxes(), "cancel" + os.urandom(8).hex()

@@ -1,14 +1,19 @@
 """What runs in the sandbox: tool `python` and reward `code_tests`."""
 
+import asyncio
+
 import pytest
 
 from laminar.types import FailureKind, Prompt
 from rollout.boundary import EpisodeError
 from rollout.rewards.base import RewardContext
 from rollout.rewards.code_tests import CodeTests, extract_code
+from rollout.rewards.scorer import RewardScorer, Term
 from rollout.sandbox import run as sandbox
 from rollout.sandbox.run import Limits
+from rollout.tools.calls import Call
 from rollout.tools.python import Python
+from rollout.tools.toolbox import Toolbox
 
 EASY = Limits(isolation="if_available", wall_seconds=60.0, cpu_seconds=20.0)
 
@@ -70,6 +75,21 @@ async def test_the_python_tool_tells_what_happened(code, told):
     (tool,) = await Python(Python.Options(limits=EASY.model_copy(update={"cpu_seconds": 0.5}))).open()
     assert await tool.call(code=code) == told
     assert tool.schema["function"]["parameters"]["required"] == ["code"]
+
+
+async def test_code_that_cannot_be_written_is_told_to_the_policy():
+    box = Toolbox(["python"], 10.0, 400)
+    await box.open()
+    answer = await box.answer(Call("python", {"code": "print('\ud83d')"}))
+    assert (answer.text[:37], answer.is_result) == ("error: the arguments hold half of a c", False)
+
+
+@pytest.mark.slow
+async def test_the_wait_for_other_programs_does_not_count_as_an_answers_time():
+    scorer = RewardScorer([Term("code", judge(num_parallel=1), timeout_seconds=4.0)])
+    slow, waiting = (asyncio.create_task(scorer.score(context(code, ECHO[:1]))) for code in ("while 1: pass", "print(5)"))
+    assert "took longer than 4 s" in (await slow).failure.text
+    assert (await waiting).reward == 1.0
 
 
 @pytest.mark.slow

@@ -67,6 +67,11 @@ def test_a_trajectory_comes_back_whole(trajectory: Trajectory) -> None:
     assert decode_trajectory(encode_trajectory(trajectory)) == trajectory
 
 
+def test_a_failure_that_quotes_half_of_a_character_is_stored() -> None:
+    trajectory = dataclasses.replace(FAILED, failure=Failure(FailureKind.TOOL, "cannot open a\ud83d"))
+    assert decode_trajectory(encode_trajectory(trajectory)) == trajectory
+
+
 def test_log_probs_keep_their_bits() -> None:
     logprobs = np.asarray([-0.0, math.nan, -math.inf, 1e-45, -1.1], np.float32)
     trajectory = dataclasses.replace(FULL, chains=(Chain((sampled([1, 2, 3, 4, 5], logprobs, WeightVersion(0, 0)),)),))
@@ -146,7 +151,7 @@ def test_a_prompt_keeps_any_json_like_fields(fields: dict[str, Any]) -> None:
     assert decode_prompt(encode_prompt(prompt)) == prompt
 
 
-@pytest.mark.parametrize("value", [object(), np.zeros(3), 2**64, 1j])
+@pytest.mark.parametrize("value", [object(), np.zeros(3), 2**64, 1j, "\ud83d"])
 def test_a_field_that_cannot_be_stored_names_its_prompt(value: object) -> None:
     with pytest.raises(ConfigError, match="prompt 'row-7': a field cannot be stored"):
         encode_prompt(Prompt("row-7", "text", {"x": value}))

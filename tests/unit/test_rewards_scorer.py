@@ -1,6 +1,7 @@
 import asyncio
 import math
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -115,6 +116,13 @@ class TestWhatEscapes:
         failure = (await one_term(judge, timeout_seconds=0.05).score(context("x"))).failure
         assert failure.kind is FailureKind.VERIFIER
 
+    async def test_the_wait_for_a_place_of_a_coroutine_does_not_count_as_its_time(self):
+        judge = OneAtOnce()
+        scorer = one_term(judge, timeout_seconds=0.1)
+        scores = await scorer.score_batch([context("hang", "t0"), context("hang", "t1"), context("good", "t2")])
+        assert [score.reward for score in scores.values()] == [None, None, 1.0]
+        assert judge.most_running == 1
+
     async def test_hung_threads_do_not_use_up_the_pool(self):
         # Case D21: 20 bad answers, then 20 good ones, through two places.
         release = threading.Event()
@@ -141,6 +149,62 @@ class TestWhatEscapes:
         assert entered.acquire(timeout=10)
         assert not entered.acquire(blocking=False)
         release.set()
+
+    async def test_evicted_calls_that_will_return_in_time_refuse_nobody(self):
+        release, entered = threading.Event(), threading.Semaphore(0)
+
+        def judge(prompt, text):
+            if text == "slow":
+                entered.release()
+                release.wait()
+            return 1.0
+
+        scorer = one_term(judge, threads=DaemonThreads(max_stuck=2))
+        evicted = [asyncio.create_task(scorer.score(context("slow"))) for _ in range(2)]
+        for _ in evicted:
+            assert await asyncio.to_thread(entered.acquire, timeout=10)
+        for task in evicted:
+            task.cancel()
+        await asyncio.wait(evicted)
+        score = await scorer.score(context("quick"))
+        release.set()
+        assert score.reward == 1.0
+
+    @pytest.mark.parametrize(("deadline", "is_refused"), [(0.0, True), (math.inf, False)])
+    async def test_a_thread_nobody_waits_for_is_stuck_from_its_deadline_on(self, deadline, is_refused):
+        release, entered = threading.Event(), threading.Event()
+
+        def hang():
+            entered.set()
+            release.wait()
+
+        threads = DaemonThreads(max_stuck=1)
+        evicted = asyncio.create_task(threads.run(hang, deadline=deadline))
+        assert await asyncio.to_thread(entered.wait, 10)
+        evicted.cancel()
+        await asyncio.wait([evicted])
+        with pytest.raises(EpisodeError, match="1 earlier calls never returned") if is_refused else nullcontext():
+            assert await threads.run(lambda: 7) == 7
+        release.set()
+
+
+class OneAtOnce:
+    """Hangs on the answer "hang"."""
+
+    max_running = 1
+
+    def __init__(self):
+        self.num_running = self.most_running = 0
+
+    async def score(self, context):
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            if context.completion == "hang":
+                await asyncio.Event().wait()
+            return 1.0
+        finally:
+            self.num_running -= 1
 
 
 class Shuffled:

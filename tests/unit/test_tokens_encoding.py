@@ -64,6 +64,12 @@ def test_raw_text_gets_the_default_leading_token_and_no_trailing_one():
     assert 256 not in byte_level(leading=True).encode_observation("a")
 
 
+@pytest.mark.parametrize("content", ["no entry for caf\ud83d", (Message("user", "no entry for caf\ud83d"),)])
+def test_half_of_a_character_is_shown_as_a_question_mark(content):
+    tokenizer = byte_level(template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert tokenizer.decode(tokenizer.encode(content)) == "no entry for caf?"
+
+
 def test_messages_go_through_the_template_with_a_generation_prompt_and_no_second_leading_token():
     template = (
         "<s>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"

@@ -60,6 +60,7 @@ def test_a_llama_turn_that_is_no_call_is_text(text):
         ('{"name": "add", "parameters": 3}', '"parameters" must be an object'),
         ('{"name": "add"} and more', "more behind the call"),
         ("<|python_tag|>print(1)", "not valid JSON"),
+        ('{"name": "add", "parameters": ' + "[" * 100_000, "not valid JSON"),
     ],
 )
 def test_a_malformed_llama_call_says_why(text, why):

@@ -3,7 +3,7 @@
 import json
 import math
 import threading
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
@@ -107,6 +107,11 @@ def hang(word: str) -> str:
     return word
 
 
+def take_anything(value: Any) -> str:
+    """Take anything."""
+    return type(value).__name__
+
+
 def break_down(word: str) -> str:
     """Break down."""
     raise OSError("the database is gone")
@@ -171,6 +176,29 @@ async def test_plain_and_async_functions_and_sources_answer(here):
 async def test_what_the_policy_did_wrong_is_told_to_it(here, call, text):
     answer = await (await opened(f"{here}:refuse", f"{here}:later")).answer(call)
     assert (answer.text, answer.is_result) == (text, False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"word": "caf\ud83d"},
+        {"\ud83d": 1},
+        {"word": [1, {"a": ("b", "\ud83d")}]},
+        {"word": {"\ud83d": 1}},
+        {"word": {"\ud83d"}},
+    ],
+)
+async def test_half_of_a_character_is_refused_before_the_tool_sees_it(here, arguments):
+    answer = await (await opened(f"{here}:break_down")).answer(Call("break_down", arguments))
+    assert answer.text == "error: the arguments hold half of a character, '\\ud83d'; write it whole or leave it out"
+    assert not answer.is_result
+
+
+async def test_arguments_may_be_deep_and_hold_any_whole_character(here):
+    deep = json.loads("[" * 500 + '"\\ud83d\\ude00"' + "]" * 500)
+    box = await opened(f"{here}:later", f"{here}:take_anything")
+    assert (await box.answer(Call("later", {"word": "é😀"}))).text == "é😀é😀é😀"
+    assert (await box.answer(Call("take_anything", {"value": deep}))).text == "list"
 
 
 async def test_a_tool_that_breaks_is_a_failure_of_kind_tool(here):

@@ -183,6 +183,10 @@ def test_a_trajectory_ends_with_a_reward_or_a_failure() -> None:
     assert trajectory(reward=None, failure=failure, finish_reason=None).oldest is None
 
 
+def test_a_failure_can_be_stored_whatever_its_text_quotes() -> None:
+    assert Failure(FailureKind.TOOL, "cannot open caf\ud83d, é, 😀").text == "cannot open caf?, é, 😀"
+
+
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
 def test_a_reward_is_finite(reward: float) -> None:
     with pytest.raises(InvariantError, match="not finite"):
