@@ -199,7 +199,7 @@ class RolloutWorker:
                 self._counts.note_full_buffer(claim.refused == "bytes" and not granted)
                 self._replica.say_idle(f"idle_{claim.refused}" if claim.refused else "idle")
                 for group in claim.groups:
-                    if group.group_id not in self._groups:  # else its lease ran out, and is back before it was missed
+                    if group.group_id not in self._groups:  # else its lease ran out, and it is played on (not put by)
                         self._start_group(group)
             if not granted:
                 await asyncio.sleep(CLAIM_PAUSE_SECONDS)

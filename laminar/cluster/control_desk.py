@@ -100,7 +100,7 @@ class ControlDesk:
             raise
         except Exception as error:  # a request that nobody thought of must not end the run
             logger.exception("control: %s by %s failed", request.verb, request.asked_by)
-            return Answer(False, f"{request.verb} failed: {error!r}; see logs/supervisor.log")
+            return Answer(False, f"{request.verb} failed: {error!r}; the run's output has it whole")
         logger.info("control: %s by %s: %s", request.verb, request.asked_by, text)
         self._say(f"{request.verb} (by {request.asked_by}): {text}")
         await self._telemetry.emit("control", fields={"text": text, "verb": request.verb, "by": request.asked_by})

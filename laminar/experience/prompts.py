@@ -6,6 +6,7 @@ most one worker, under a lease by the server's clock; the order of prompts is a 
 This module does not know what a trajectory is, nor who trains it.
 """
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,6 +27,8 @@ MOST_STALENESS = 2**53
 PROMPTS_PER_WRITE = 500
 ORDER_SECONDS = 600
 """An epoch's order can be computed again at any time, so it need not stay for ever."""
+ORDER_PAUSE_SECONDS = 1.0
+"""After one that found no memory: a long order takes a while to compute."""
 
 
 class PromptPool:
@@ -142,6 +145,7 @@ class PromptPool:
             if answer.get("need_epoch") is None:
                 break
             if not await self._write_order(json.loads(answer["data"]), answer["need_epoch"]):
+                await asyncio.sleep(ORDER_PAUSE_SECONDS)
                 return Claim((), "bytes", WeightVersion(answer["lineage"], answer["published"]))
         published = WeightVersion(answer["lineage"], answer["published"])
         groups = await self._with_prompts(answer["groups"])

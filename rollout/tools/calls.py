@@ -7,7 +7,7 @@ several parted by `;`), `pythonic` (Llama 3.2's and 4's: a list of Python calls)
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,7 @@ def _from_value(value: Any, key: str) -> Call | str:
     arguments = value.get(key, {})
     if not isinstance(arguments, dict):
         return f'"{key}" must be an object'
-    return Call(value["name"], arguments)
+    return _whole(Call(value["name"], arguments))
 
 
 def _from_syntax(element: ast.expr) -> Call | str:
@@ -118,6 +118,37 @@ def _from_syntax(element: ast.expr) -> Call | str:
     if element.args or any(keyword.arg is None for keyword in element.keywords):
         return f"{element.func.id}: arguments must be given by name"
     try:
-        return Call(element.func.id, {str(word.arg): ast.literal_eval(word.value) for word in element.keywords})
+        return _whole(Call(element.func.id, {str(word.arg): ast.literal_eval(word.value) for word in element.keywords}))
     except (ValueError, TypeError, RecursionError, MemoryError):
         return f"{element.func.id}: arguments must be literals"
+
+
+def _whole(call: Call) -> Call | str:
+    half = half_of_a_character([call.name, call.arguments])
+    return f"it holds half of a character, {half!r}; write it whole or leave it out" if half else call
+
+
+def half_of_a_character(value: Any) -> str:
+    """The first lone surrogate in a value's texts, keys included, however deep; empty if there is none.
+
+    JSON lets a policy write it; UTF-8 cannot hold it.
+    """
+    for text in _texts(value):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return text[error.start]
+    return ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a call's arguments, keys included, however deep they are."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str(text):
+                yield text
+            case Mapping() as table:
+                waiting += [*table.keys(), *table.values()]
+            case list(values) | tuple(values) | set(values):
+                waiting += values

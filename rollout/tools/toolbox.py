@@ -6,7 +6,7 @@ kind `tool`. It does not know how calls are written.
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from laminar.types import FailureKind
 from rollout.boundary import DaemonThreads, EpisodeError, guard
 from rollout.tools import TOOLS
 from rollout.tools.base import Tool, ToolError, result_text, tool_from_function
-from rollout.tools.calls import Call
+from rollout.tools.calls import Call, half_of_a_character
 
 ANSWERED_ERRORS = (ValueError, LookupError, ArithmeticError)
 """What a tool may raise to tell the policy that its arguments do not work."""
@@ -133,25 +133,8 @@ async def _caught(call: Callable[[], Awaitable[Any]]) -> Any:
 
 def _refuse_lone_surrogates(arguments: Mapping[str, Any]) -> None:
     """Raise before a tool writes, sends or quotes what UTF-8 cannot hold; JSON lets a policy write it."""
-    for text in _texts(arguments):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = text[error.start]
-            raise ToolError(f"the arguments hold half of a character, {half!r}; write it whole or leave it out") from error
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a call's arguments, keys included, however deep they are."""
-    waiting = [value]
-    while waiting:
-        match waiting.pop():
-            case str(text):
-                yield text
-            case Mapping() as table:
-                waiting += [*table.keys(), *table.values()]
-            case list(values) | tuple(values) | set(values):
-                waiting += values
+    if half := half_of_a_character(arguments):
+        raise ToolError(f"the arguments hold half of a character, {half!r}; write it whole or leave it out")
 
 
 def load_entry(entry: str | Plugin) -> tuple[Any, Section | None]:

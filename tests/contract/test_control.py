@@ -62,7 +62,7 @@ async def test_a_refusal_comes_back_as_the_sentence_that_was_raised(desk, redis_
 
 
 async def test_a_request_that_nobody_thought_of_is_answered_and_does_not_end_the_desk(desk, redis_client, run_id):
-    with pytest.raises(ConfigError, match=r"set failed: RecursionError\('too deep'\); see logs/supervisor.log"):
+    with pytest.raises(ConfigError, match=r"set failed: RecursionError\('too deep'\); the run's output has it whole"):
         await ask(redis_client, run_id, Request.make(TOKEN, Verb.SET, {"key": "deep"}, "test"))
     assert await ask(redis_client, run_id, Request.make(TOKEN, Verb.SET, {"key": "a"}, "test")) == "done it"
 

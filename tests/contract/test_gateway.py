@@ -292,6 +292,19 @@ async def test_a_malformed_call_of_a_tool_is_told_as_text_and_counted(play):
     assert trajectory.counts == {"malformed_calls": 1}
 
 
+async def test_half_of_a_character_in_a_call_is_a_malformed_call(play):
+    """UTF-8 cannot hold it, JSON may write it."""
+    said = '<tool_call>{"name": "add", "arguments": {"x": "\\ud83d"}}</tool_call>'
+
+    async def agent(task):
+        status, body = await post(task, "/chat/completions", {"messages": question(task), "tools": [TOOL]})
+        assert (status, body["choices"][0]["message"]["content"]) == (200, said)
+        return 0.0
+
+    trajectory, _ = await play(agent, said)
+    assert trajectory.counts == {"malformed_calls": 1}
+
+
 # ---- programs and plain functions
 
 

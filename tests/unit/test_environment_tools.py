@@ -67,8 +67,8 @@ async def test_mistakes_are_told_to_the_policy_and_counted_by_kind():
 async def test_half_of_a_character_in_a_call_is_told_and_the_episode_goes_on():
     half = r'<tool_call>{"name": "calculate", "arguments": {"expression": "caf\ud83d"}}</tool_call>'
     trajectory, shown = await play(half, "7", tools=["calculate", "python"])
-    assert "error: the arguments hold half of a character" in shown[1]
-    assert (trajectory.reward, trajectory.failure, trajectory.counts) == (1.0, None, {"failed_calls": 1})
+    assert "error: this call cannot be read: it holds half of a character" in shown[1]
+    assert (trajectory.reward, trajectory.failure, trajectory.counts) == (1.0, None, {"malformed_calls": 1})
 
 
 async def test_too_many_calls_in_one_turn_are_refused():

@@ -41,7 +41,7 @@ class SafeRlhf(PolicyGradient):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with a checkpoint's multiplier."""
-        self.multiplier = max(state.get("multiplier", self.safety.multiplier), MIN_MULTIPLIER)
+        self.multiplier = max(state.get("multiplier", self.safety.multiplier), least_multiplier(self.safety))
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
         """Whether a group's rewards or its costs differ."""
@@ -69,4 +69,9 @@ class SafeRlhf(PolicyGradient):
 def next_multiplier(multiplier: float, mean_cost: float, options: SafeRlhfOptions) -> float:
     """The multiplier after a batch: gradient ascent on its logarithm (arXiv 2310.12773, equation 31), within limits."""
     moved = math.log(multiplier) + options.multiplier_learning_rate * multiplier * (mean_cost - options.cost_limit)
-    return math.exp(min(max(moved, math.log(MIN_MULTIPLIER)), math.log(options.max_multiplier)))
+    return math.exp(min(max(moved, math.log(least_multiplier(options))), math.log(options.max_multiplier)))
+
+
+def least_multiplier(options: SafeRlhfOptions) -> float:
+    """How far it may fall; not below what it begins as, if that is less."""
+    return min(MIN_MULTIPLIER, options.multiplier, options.max_multiplier)
