@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar.errors import InvariantError
+from laminar.text import storable
 
 FORMAT_VERSION = 2
 """Written into every encoded trajectory; a reader refuses what it does not know."""
@@ -395,11 +396,6 @@ class ClaimedGroup:
     members: tuple[int, ...]
     attempt: int
     claim: int = 1
-
-
-def storable(text: str) -> str:
-    """The text with `?` for lone surrogates: JSON may write such halves of a character, UTF-8 cannot hold them."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def trajectory_id(group_id: str, member: int) -> str:

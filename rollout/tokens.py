@@ -14,7 +14,8 @@ import jinja2
 import numpy as np
 
 from laminar.errors import ConfigError
-from laminar.types import Int32Array, Message, Prompt, storable
+from laminar.text import storable
+from laminar.types import Int32Array, Message, Prompt
 
 ChatMessage = Mapping[str, Any]
 """A message as chat templates take it: `role`, `content`, and what else the template knows."""

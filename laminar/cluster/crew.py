@@ -95,7 +95,8 @@ class Crew:
             worker.kill()
         if (keeper := self._keepers.pop(index, None)) is not None:
             keeper.cancel()
-            await asyncio.wait([keeper])
+            if (await asyncio.wait([keeper], timeout=STOP_SECONDS))[1]:
+                logger.warning("retiring %s: its keeper has not ended within %g s", name, STOP_SECONDS)
         await self._tell_retired(name)
 
     async def train(self) -> dict[str, Any]:

@@ -118,9 +118,7 @@ class Supervisor:
             raise
         finally:
             self.outcome.seconds = time.monotonic() - started
-            with contextlib.suppress(OSError):  # a full disk must not hide why the run ended
-                ended = {"status": self.outcome.status, "reason": self.outcome.reason}
-                self._folder.update_state(**ended, redis_url="", dashboard_url="")
+            self._tell_state(status=self.outcome.status, reason=self.outcome.reason, redis_url="", dashboard_url="")
         return self.outcome
 
     def _begin_life(self) -> RunState:
@@ -302,8 +300,7 @@ class Supervisor:
         stopping.cancel()
 
     async def _stop_training(self, crew: Crew, training: "asyncio.Task[dict[str, Any]]") -> None:
-        with contextlib.suppress(OSError):  # a full disk must not keep a run from stopping in order
-            self._folder.update_state(status="stopping")
+        self._tell_state(status="stopping")
         self.outcome.status = "stopped"
         self.outcome.reason = "told to stop; the last checkpoint holds the finished steps"
         try:
@@ -318,8 +315,15 @@ class Supervisor:
             training.cancel()
 
     def _note_process(self, role: str, pid: int) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not end a run for the sake of `status`
-            self._folder.update_state(roles={**self._folder.read_state().roles, role: pid})
+        with contextlib.suppress(OSError):
+            self._tell_state(roles={**self._folder.read_state().roles, role: pid})
+
+    def _tell_state(self, **changes: Any) -> None:
+        """Note what `status` shows; a full disk must neither end a run for it nor hide why one ended."""
+        try:
+            self._folder.update_state(**changes)
+        except OSError as error:
+            logger.warning("state.json cannot be written: %s", error)
 
     async def _measure_use(self, run_id: str, telemetry: TelemetryWriter) -> None:
         """Tell what the run takes of this machine, and track the peak of its memory."""

@@ -7,9 +7,11 @@ several parted by `;`), `pythonic` (Llama 3.2's and 4's: a list of Python calls)
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from laminar.text import half_of_a_character
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _PYTHONIC = re.compile(r"\s*\[\s*\w+\(.*", re.DOTALL)
@@ -126,29 +128,3 @@ def _from_syntax(element: ast.expr) -> Call | str:
 def _whole(call: Call) -> Call | str:
     half = half_of_a_character([call.name, call.arguments])
     return f"it holds half of a character, {half!r}; write it whole or leave it out" if half else call
-
-
-def half_of_a_character(value: Any) -> str:
-    """The first lone surrogate in a value's texts, keys included, however deep; empty if there is none.
-
-    JSON lets a policy write it; UTF-8 cannot hold it.
-    """
-    for text in _texts(value):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            return text[error.start]
-    return ""
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a call's arguments, keys included, however deep they are."""
-    waiting = [value]
-    while waiting:
-        match waiting.pop():
-            case str(text):
-                yield text
-            case Mapping() as table:
-                waiting += [*table.keys(), *table.values()]
-            case list(values) | tuple(values) | set(values):
-                waiting += values

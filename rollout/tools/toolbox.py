@@ -18,7 +18,7 @@ from laminar.types import FailureKind
 from rollout.boundary import DaemonThreads, EpisodeError, guard
 from rollout.tools import TOOLS
 from rollout.tools.base import Tool, ToolError, result_text, tool_from_function
-from rollout.tools.calls import Call, half_of_a_character
+from rollout.tools.calls import Call
 
 ANSWERED_ERRORS = (ValueError, LookupError, ArithmeticError)
 """What a tool may raise to tell the policy that its arguments do not work."""
@@ -79,7 +79,6 @@ class Toolbox:
         if tool is None:
             return Answer(f"error: there is no tool {call.name!r}, only {', '.join(self.tools)}", is_result=False)
         try:
-            _refuse_lone_surrogates(call.arguments)
             text = result_text(await self._run(tool, tool.check(call.arguments)))
         except ANSWERED_ERRORS as error:
             return Answer(f"error: {error or type(error).__name__}"[: self.max_characters], is_result=False)
@@ -129,12 +128,6 @@ async def _caught(call: Callable[[], Awaitable[Any]]) -> Any:
         raise
     except ANSWERED_ERRORS as error:
         return _Refused(error)
-
-
-def _refuse_lone_surrogates(arguments: Mapping[str, Any]) -> None:
-    """Raise before a tool writes, sends or quotes what UTF-8 cannot hold; JSON lets a policy write it."""
-    if half := half_of_a_character(arguments):
-        raise ToolError(f"the arguments hold half of a character, {half!r}; write it whole or leave it out")
 
 
 def load_entry(entry: str | Plugin) -> tuple[Any, Section | None]:

@@ -1,5 +1,6 @@
 """How calls are read: Hermes and Qwen, Llama's JSON, Llama's Python; whatever is malformed says why."""
 
+import json
 import string
 
 import pytest
@@ -108,3 +109,22 @@ def test_what_is_written_is_read_back(name, arguments):
 def test_no_text_breaks_a_parser(text):
     for parse in PARSERS.values():
         assert all(isinstance(call, Call | str) for call in parse(text).calls)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"word": "caf\ud83d"},
+        {"\ud83d": 1},
+        {"word": [1, {"a": ["b", "\ud83d"]}]},
+        {"word": {"\ud83d": 1}},
+    ],
+)
+def test_half_of_a_character_makes_a_call_malformed_in_every_format(arguments):
+    """Escaped, as a policy writes it: UTF-8 cannot hold it."""
+    written = {"hermes": f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments})}</tool_call>"}
+    written["llama"] = json.dumps({"name": "f", "parameters": arguments})
+    if "word" in arguments:
+        written["pythonic"] = f"[f(word={arguments['word']!a})]"
+    for name, text in written.items():
+        assert PARSERS[name](text).calls == ("it holds half of a character, '\\ud83d'; write it whole or leave it out",)

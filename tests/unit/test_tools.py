@@ -178,22 +178,6 @@ async def test_what_the_policy_did_wrong_is_told_to_it(here, call, text):
     assert (answer.text, answer.is_result) == (text, False)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"word": "caf\ud83d"},
-        {"\ud83d": 1},
-        {"word": [1, {"a": ("b", "\ud83d")}]},
-        {"word": {"\ud83d": 1}},
-        {"word": {"\ud83d"}},
-    ],
-)
-async def test_half_of_a_character_is_refused_before_the_tool_sees_it(here, arguments):
-    answer = await (await opened(f"{here}:break_down")).answer(Call("break_down", arguments))
-    assert answer.text == "error: the arguments hold half of a character, '\\ud83d'; write it whole or leave it out"
-    assert not answer.is_result
-
-
 async def test_arguments_may_be_deep_and_hold_any_whole_character(here):
     deep = json.loads("[" * 500 + '"\\ud83d\\ude00"' + "]" * 500)
     box = await opened(f"{here}:later", f"{here}:take_anything")
