@@ -4,7 +4,8 @@ Bodies are sent without a copy, from the mapped slot; they arrive in ZeroMQ's ow
 At most `credits x chunk` bytes of an edge lie in that memory, so no high-water mark is ever reached.
 
 Invariants: nothing is pickled; an edge never reconnects by itself, so a lost one is noticed; the serving side learns of a
-silent death by the hop protocol's deadlines.
+silent death by the hop protocol's deadlines; nothing is asked of a closed socket (the library keeps the address of its
+memory, where another socket may lie by then, and would take that one's messages).
 Does not know what messages mean.
 """
 
@@ -63,10 +64,10 @@ class ZmqTransport:
         return f"{self._host}:{port}"
 
     async def serve(self, handle: Handler) -> None:
-        """Run `handle` for everybody who connects, until cancelled."""
+        """Run `handle` for everybody who connects, until cancelled or closed."""
         assert self._router is not None, "start first"
         async with asyncio.TaskGroup() as group:
-            while True:
+            while not self._router.closed:
                 sender, *frames = await self._router.recv_multipart(copy=False)
                 identity = sender.bytes
                 if identity not in self._inboxes:
@@ -143,7 +144,7 @@ class _Served:
         self._is_closed = False
 
     async def send(self, head: bytes, body: memoryview | None = None) -> None:
-        if self._is_closed:
+        if self._is_closed or self._router.closed:
             raise LinkLostError("the edge is closed")
         try:
             await self._router.send_multipart([self._identity, head, *([] if body is None else [body])], copy=False)
@@ -157,7 +158,7 @@ class _Served:
 
     async def close(self) -> None:
         """Say goodbye; what the other end still sends is ignored."""
-        if self._is_closed:
+        if self._is_closed or self._router.closed:
             return
         self._is_closed = True
         try:
@@ -190,7 +191,7 @@ class _Dialled:
         return _unpack(frames, place)
 
     async def close(self) -> None:
-        if not self._is_closed:
+        if not self._is_closed and not self._socket.closed:
             self._is_closed = True
             self._lost.cancel()
             self._socket.disable_monitor()
@@ -199,7 +200,7 @@ class _Dialled:
 
     async def _unless_lost(self, request: Callable[[], Any]) -> Any:
         """The socket's answer, or the news that the connection broke, whichever comes first."""
-        if self._is_closed:
+        if self._is_closed or self._socket.closed:
             raise LinkLostError("the edge is closed")
         try:
             waiting: asyncio.Future[Any] = request()
