@@ -157,7 +157,7 @@ async def test_nothing_is_asked_of_a_transport_that_is_closed(make_transport):
     await server.close()
     await client.close()
     for edge in (connection, asked[0]):
-        with pytest.raises(LinkLostError, match="closed|left"):
+        with pytest.raises(LinkLostError, match=r"closed|left"):
             await edge.send(b"hello")
     await connection.close()
     await asyncio.gather(serving, return_exceptions=True)
