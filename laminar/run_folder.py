@@ -129,17 +129,28 @@ class RunFolder:
         return self._state.is_file()
 
     def read_state(self) -> RunState:
-        """The state last written."""
-        return RunState(**json.loads(self._state.read_text()))
+        """The state last written.
+
+        Raises:
+            ConfigError: it is not what this version writes.
+        """
+        text = self._state.read_text("utf-8", errors="replace")
+        try:
+            return RunState(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{self._state} cannot be read ({error}): it was cut short, or written by another version of Laminar. "
+                f"Its weights are whole: `laminar export {self.path} DIR`, then start a new run with model.path=DIR"
+            ) from error
 
     def write_state(self, state: RunState) -> RunState:
         """Replace the state in one rename."""
-        replace_file(self._state, json.dumps(asdict(state)), mode=OWNER_ONLY)
+        replace_file(self._state, json.dumps(asdict(state)), mode=OWNER_ONLY, synced=True)
         return state
 
     def write_config(self, text: str) -> None:
         """Replace the settings in one rename: who reads them meanwhile, or after a kill, finds the old ones or the new."""
-        replace_file(self.config, text, mode=OWNER_ONLY)
+        replace_file(self.config, text, mode=OWNER_ONLY, synced=True)
 
     def update_state(self, **changes: object) -> RunState:
         """Change some fields."""

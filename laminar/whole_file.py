@@ -1,7 +1,7 @@
 """A small file that is there whole: who reads it meanwhile, or after a kill, finds the old content or the new.
 
 It is replaced in one rename. What is appended to a file that grows is there whole too, unless a kill comes in the middle.
-Neither survives a loss of power: nothing is synced to the disk.
+A loss of power may leave either torn, unless the file was replaced with `synced`: then the old content or the new is there.
 """
 
 import contextlib
@@ -11,19 +11,23 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666, synced: bool = False) -> None:
     """Write a file in one rename.
 
     Args:
         path: of the file; beside it the same name with the ending `.tmp` is used, so one process at a time writes it.
         content: text is written as UTF-8.
         mode: permissions, before the process's mask.
+        synced: wait until the content is on the disk.
 
     Raises:
         OSError: it cannot be written; a file that was there stands.
     """
     with replacing(path, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -19,6 +19,9 @@ from laminar.simulate.from_config import Setting, setting_of
 from laminar.simulate.report import advice_lines, as_json, html, text_table, write_png
 from laminar.simulate.sweep import advise, overrides_of, simulate_rows
 
+MAX_GPUS = 16_384
+"""Advice for 4,096 takes two minutes; the time grows with their number."""
+
 
 def simulate(
     config: ConfigArgument,
@@ -63,11 +66,11 @@ def parse_totals(text: str) -> list[int]:
     """`"64,128"` as numbers.
 
     Raises:
-        ConfigError: if one is no number of GPUs.
+        ConfigError: if one is no number of GPUs, or more than can be played in minutes.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if any(not part.isdecimal() or int(part) < 2 for part in parts):
-        raise ConfigError(f"--gpus {text}: write whole numbers of 2 or more, such as 64,128,256")
+    if any(not part.isdecimal() or not 2 <= int(part) <= MAX_GPUS for part in parts):
+        raise ConfigError(f"--gpus {text}: write whole numbers from 2 to {MAX_GPUS}, such as 64,128,256")
     return [int(part) for part in parts]
 
 

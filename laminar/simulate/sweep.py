@@ -129,6 +129,8 @@ def _reason(
     best = max(outcome.tokens_per_second for outcome in outcomes.values())
     bounds = ", ".join(f"{k}: {100 * o.tokens_per_second / best:.0f} %" for k, o in outcomes.items())
     texts.append(f"throughput by staleness bound, of the best: {bounds}; {bound} is the smallest that keeps 97 %")
+    if bound == DEFAULT_BOUNDS[-1]:
+        texts.append("no larger one was tried: answers older than that are seldom worth training on")
     played = outcomes[bound]
     texts.append(
         f"played with it, the trainer waits {100 * played.trainer_idle_share:.0f} % of the time, and replicas are empty "

@@ -90,6 +90,7 @@ def test_plots_become_a_picture(file, tmp_path):
         (["--sweep", "trainer.prompts_per_step=" + ",".join(map(str, range(1, 300)))], "299 settings"),
         (["--gpus", "some"], "whole numbers"),
         (["--gpus", "1"], "whole numbers"),
+        (["--gpus", "64,999999999"], "from 2 to"),
         (["simulate.speed=3"], "unknown key"),
     ],
 )

@@ -20,6 +20,16 @@ def test_state_round_trips_and_is_readable_by_its_owner_only(tmp_path):
     assert stat.S_IMODE((folder.path / "state.json").stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b'{"run_id": "a", "tok', b"\0" * 300, b"\xff\xfe", b"[]", b'{"run_id": "a"}', b'{"unheard_of": 1}']
+)
+def test_a_state_that_is_torn_or_of_another_version_says_what_is_still_there(tmp_path, content):
+    folder = RunFolder.create(tmp_path, "a")
+    (folder.path / "state.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"state\.json cannot be read .* `laminar export .*a-.* DIR`"):
+        folder.read_state()
+
+
 def test_settings_are_replaced_whole_and_are_readable_by_their_owner_only(tmp_path):
     folder = RunFolder.create(tmp_path, "a")
     folder.write_config("a = 1\n")

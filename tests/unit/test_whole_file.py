@@ -15,6 +15,15 @@ def test_text_and_bytes_take_the_place_of_what_was_there_and_leave_nothing_besid
     assert os.listdir(tmp_path) == ["state.json"]
 
 
+def test_what_shall_outlive_a_loss_of_power_is_on_the_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: order.append(os.fstat(descriptor).st_size))
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: (order.append("renamed"), rename(*paths)))
+    replace_file(tmp_path / "state.json", "12345", synced=True)
+    assert order == [5, "renamed"]
+
+
 def test_a_file_for_its_owner_only_is_never_to_be_read_by_others(tmp_path):
     path = tmp_path / "state.json"
     path.write_text("open to all")
