@@ -80,7 +80,7 @@ async def guard(
         raise EpisodeError(kind, f"{what} cancelled itself; it must return a value or raise an error")
     outcome = task.result()
     if outcome.error is not None:
-        raise _as_episode_error(outcome.error, what, kind) from outcome.error
+        raise as_episode_error(outcome.error, what, kind) from outcome.error
     return outcome.value
 
 
@@ -94,7 +94,8 @@ async def _outcome(call: Callable[[], Awaitable[Any]]) -> _Outcome:
         return _Outcome(error=error)
 
 
-def _as_episode_error(error: BaseException, what: str, kind: FailureKind) -> EpisodeError:
+def as_episode_error(error: BaseException, what: str, kind: FailureKind) -> EpisodeError:
+    """What user code raised, as a failure with its kind and place."""
     if isinstance(error, EpisodeError):
         return EpisodeError(error.failure.kind, f"{what}: {error.failure.text}")
     logger.debug("%s raised", what, exc_info=error)

@@ -7,7 +7,9 @@ A reward is one of
   when the last has ended; it may look at the terms that they have by then;
 - a function `reward(prompt, completion) -> float`, plain or `async`.
 A class may have a nested `Options(Section)` (then it is built with one) and `check_prompt(prompt) -> str | None`, which says
-at start what is wrong with a prompt. Raising, hanging, or returning anything but one finite number is a failure, never 0.
+at start what is wrong with a prompt; with `score`, also `extra_seconds(context) -> float`, which the call may take beyond
+the term's timeout, for work that has limits of its own. Raising, hanging, or returning anything but one finite number is a
+failure, never 0.
 This module does not know how terms are combined.
 """
 

@@ -50,6 +50,11 @@ class CodeTests:
             '{"input": text, "output": text} or {"code": text}'
         )
 
+    def extra_seconds(self, context: RewardContext) -> float:
+        """As long as all tests may take by their own limits: a slow program has failed, the verifier has not."""
+        tests = context.prompt.fields.get(self._options.tests_field)
+        return len(tests) * self._options.limits.wall_seconds if isinstance(tests, list) else 0.0
+
     async def score(self, context: RewardContext) -> float:
         """Between 0.0 and 1.0."""
         if problem := self.check_prompt(context.prompt):

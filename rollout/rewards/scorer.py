@@ -19,7 +19,7 @@ from laminar.config.system import RewardConfig
 from laminar.errors import ConfigError, InvariantError
 from laminar.plugins import resolve, validate_options
 from laminar.types import Failure, FailureKind, Prompt
-from rollout.boundary import DaemonThreads, EpisodeError, guard
+from rollout.boundary import DaemonThreads, EpisodeError, as_episode_error, guard
 from rollout.rewards import REWARDS
 from rollout.rewards.base import RewardContext
 
@@ -179,10 +179,20 @@ async def _judge_all(term: Term, contexts: Sequence[RewardContext]) -> list[floa
     return [task.result() for task in tasks]
 
 
+def _extra_seconds(term: Term, context: RewardContext) -> float:
+    if not hasattr(term.judge, "extra_seconds"):
+        return 0.0
+    what = f"extra_seconds of reward {term.name!r}"
+    try:
+        return finite_number(term.judge.extra_seconds(context), what)
+    except Exception as error:
+        raise as_episode_error(error, what, term.failure_kind) from error
+
+
 async def _judge_one(term: Term, context: RewardContext) -> float | Failure:
     try:
         if hasattr(term.judge, "score"):
-            value = await _call(term, term.judge.score, context)
+            value = await _call(term, term.judge.score, context, extra_seconds=_extra_seconds(term, context))
         else:
             value = await _call(term, term.judge, context.prompt, context.completion)
         return finite_number(value, f"reward {term.name!r}")
@@ -210,13 +220,15 @@ async def _judge_together(term: Term, judge: Callable[..., Any], contexts: Seque
     return results
 
 
-async def _call(term: Term, function: Callable[..., Any], *arguments: Any) -> Any:
+async def _call(term: Term, function: Callable[..., Any], *arguments: Any, extra_seconds: float = 0.0) -> Any:
+    seconds = term.timeout_seconds + extra_seconds
+
     async def guarded(call: Callable[[], Awaitable[Any]]) -> Any:
         return await guard(
             call,
             what=f"reward {term.name!r}",
             kind=term.failure_kind,
-            seconds=term.timeout_seconds,
+            seconds=seconds,
             timeout_kind=FailureKind.VERIFIER,
             limit="its timeout_seconds",
         )
@@ -225,5 +237,5 @@ async def _call(term: Term, function: Callable[..., Any], *arguments: Any) -> An
         async with term.async_places:
             return await guarded(lambda: function(*arguments))
     async with term.threads.places:
-        deadline = asyncio.get_running_loop().time() + term.timeout_seconds
+        deadline = asyncio.get_running_loop().time() + seconds
         return await guarded(lambda: term.threads.run(function, *arguments, deadline=deadline))

@@ -116,6 +116,21 @@ class TestWhatEscapes:
         failure = (await one_term(judge, timeout_seconds=0.05).score(context("x"))).failure
         assert failure.kind is FailureKind.VERIFIER
 
+    @pytest.mark.parametrize("seconds", [None, math.nan, "1", KeyError("tests")])
+    async def test_extra_seconds_that_are_no_number_are_the_users_bug(self, seconds):
+        class Judge:
+            def extra_seconds(self, context):
+                if isinstance(seconds, Exception):
+                    raise seconds
+                return seconds
+
+            def score(self, context):
+                return 1.0
+
+        failure = (await one_term(Judge()).score(context("x"))).failure
+        assert failure.kind is FailureKind.USER_BUG
+        assert "extra_seconds of reward 'it'" in failure.text
+
     async def test_the_wait_for_a_place_of_a_coroutine_does_not_count_as_its_time(self):
         judge = OneAtOnce()
         scorer = one_term(judge, timeout_seconds=0.1)
