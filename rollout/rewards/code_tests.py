@@ -1,10 +1,13 @@
 """Reward `code_tests`: the share of tests that the answer's program passes, each run in the sandbox.
 
 A program that crashes, loops or is stopped at a limit has failed its test; a sandbox that cannot be built is a failure of
-the verifier.
+the verifier. Asserts have passed only if they were reached and ran to their end: a program that exits before them, or under
+them, has failed. A program that looks for the judge's secret in its own process can still find it.
 """
 
 import re
+import secrets
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -16,7 +19,9 @@ from rollout.rewards.base import RewardContext
 from rollout.sandbox.containers import Container, shared_pool
 from rollout.sandbox.run import Limits, Outcome, Program, python_program, run
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
+_PYTHON_TAGS = ("python", "python3", "py", "py3")
+_JUDGE = Path(__file__).with_name("judged_program.py")
 
 
 class CodeTests:
@@ -69,12 +74,13 @@ class CodeTests:
         return passed / len(tests)
 
     async def _passes(self, code: str, test: dict[str, str]) -> bool:
-        program = python_program(f"{code}\n{test.get('code', '')}\n", stdin=test.get("input", ""))
+        secret = secrets.token_hex(16) if "code" in test else ""
         try:
-            outcome = await self._run(program)
+            outcome = await self._run(_program(code, test, secret))
         except EpisodeError as error:
             raise EpisodeError(FailureKind.VERIFIER, error.failure.text) from error
-        return outcome.is_success and ("output" not in test or _lines(outcome.output) == _lines(test["output"]))
+        reached = outcome.is_success and secret in outcome.errors
+        return reached and ("output" not in test or _lines(outcome.output) == _lines(test["output"]))
 
     async def _run(self, program: Program) -> Outcome:
         options = self._options
@@ -83,10 +89,19 @@ class CodeTests:
         return await run(program, options.limits)
 
 
+def _program(code: str, test: dict[str, str], secret: str) -> Program:
+    """The answer as it is, or, under asserts, `judged_program.py`, which tells the secret once they have held."""
+    if not secret:
+        return python_program(f"{code}\n", stdin=test.get("input", ""))
+    files = {"solution.py": code, "asserts.py": test["code"], "secret": secret}
+    return python_program(_JUDGE.read_text(), stdin=test.get("input", ""), files=files)
+
+
 def extract_code(completion: str) -> str:
-    """The last block of Python in the answer; the whole answer if it has none."""
-    blocks = _BLOCK.findall(completion)
-    return blocks[-1] if blocks else completion
+    """The last block of Python in the answer; without one the last block that names no language; else the whole answer."""
+    blocks = [(tag.lower(), text) for tag, text in _BLOCK.findall(completion)]
+    tagged = [text for tag, text in blocks if tag in _PYTHON_TAGS]
+    return [completion, *(text for tag, text in blocks if not tag), *tagged][-1]
 
 
 def _is_test(test: Any) -> bool:

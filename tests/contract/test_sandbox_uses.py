@@ -56,9 +56,50 @@ async def test_programs_are_judged_by_their_output_or_by_asserts(code, tests, sc
     assert await judge().score(context(code, tests)) == score
 
 
-def test_the_last_block_is_the_program_or_else_the_whole_answer():
-    assert extract_code("```python\na\n```\n```\nb\n```") == "b\n"
-    assert extract_code("print(1)") == "print(1)"
+RIGHT, WRONG = "def f(x): return x + 1", "def f(x): return x"
+HOLDS = "assert f(1) == 2"
+
+
+@pytest.mark.parametrize(
+    ("code", "asserts", "score"),
+    [
+        ("raise SystemExit(0)", HOLDS, 0.0),
+        ("import os; os._exit(0)", HOLDS, 0.0),
+        (f"{WRONG}\nimport sys\nif __name__ == '__main__': sys.exit(0)", HOLDS, 0.0),
+        (f"{RIGHT}\nimport sys\nif __name__ == '__main__': sys.exit(int(input()))", HOLDS, 1.0),
+        (f"{RIGHT}\nraise SystemExit(0)", HOLDS, 1.0),
+        ("def f(x): raise SystemExit(0)", HOLDS, 0.0),
+        ("def f(x): return len(sys.argv) + x", HOLDS, 0.0),
+        ("import atexit, os; atexit.register(os._exit, 0)\n" + WRONG, HOLDS, 0.0),
+        (RIGHT, "import sys; sys.exit(f(1) != 2)", 1.0),
+        (
+            "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int",
+            "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(A(1).x, 1)\nunittest.main()",
+            1.0,
+        ),
+        (WRONG, f"import unittest\nclass T(unittest.TestCase):\n    def test(self): {HOLDS}\nunittest.main()", 0.0),
+    ],
+)
+async def test_asserts_have_passed_only_if_they_were_reached_and_ran_to_their_end(code, asserts, score):
+    assert await judge().score(context(code, [{"code": asserts}])) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("```python\na\n```\n```python\nb\n```", "b\n"),
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        ("```python\na\n```\nIt prints:\n```\n5\n```", "a\n"),
+        ("```text\nplan\n```\nSo the program is:\n```python\na\n```\nDone.", "a\n"),
+        ("```Python3\na\n```", "a\n"),
+        ("1. First:\n   ```py title=x\n   a\n   ```", "   a\n   "),
+        ("```python\na```", "a"),
+        ("```cpp\na\n```", "```cpp\na\n```"),
+        ("print(1)", "print(1)"),
+    ],
+)
+def test_the_last_block_of_python_is_the_program_or_else_the_whole_answer(answer, code):
+    assert extract_code(answer) == code
 
 
 @pytest.mark.parametrize("tests", [None, [], "x", [{"input": "1"}], [{"output": 1}]])
