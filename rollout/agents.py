@@ -33,7 +33,7 @@ from rollout.environments.verifiers import Verifiers
 from rollout.gateway import Gateway, Session
 from rollout.generation import Generator
 from rollout.rewards.base import RewardContext
-from rollout.rewards.scorer import RewardScorer, Score, finite_number
+from rollout.rewards.scorer import RewardScorer, Score, finite_number, summed
 from rollout.tokens import Tokenizer
 from rollout.tools.calls import PARSERS
 from rollout.verifiers_driver import VerifiersDriver
@@ -170,7 +170,7 @@ class AgentPlayer:
         if not (session.rewards or score.terms or self.scorer.judges_siblings):
             hint = "catch code context_length_exceeded and return one" if calls.spent else "return or post one"
             raise EpisodeError(FailureKind.USER_BUG, f"neither the agent nor [[rewards]] gave a reward; {hint}")
-        return Score(score.reward + sum(session.rewards.values()), {**score.terms, **session.rewards})
+        return Score(summed((score.reward, *session.rewards.values())), {**score.terms, **session.rewards})
 
 
 def build_agent_player(config: LaminarConfig, tokenizer: Tokenizer, scorer: RewardScorer) -> AgentPlayer | None:

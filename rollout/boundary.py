@@ -90,7 +90,9 @@ async def _outcome(call: Callable[[], Awaitable[Any]]) -> _Outcome:
         if not inspect.isawaitable(awaitable):
             return _Outcome(error=EpisodeError(FailureKind.USER_BUG, "is not a coroutine; write it with `async def`"))
         return _Outcome(await awaitable)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary around user code; SystemExit would end the loop
+    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - the boundary: SystemExit would end the loop, a panic of Rust the worker
         return _Outcome(error=error)
 
 
@@ -161,7 +163,9 @@ def _run_in_thread(
 ) -> None:
     try:
         outcome = _Outcome(function(*arguments))
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - same boundary, in another thread
+    except (KeyboardInterrupt, GeneratorExit) as error:  # the user's own, which must not end the loop's thread
+        outcome = _Outcome(error=RuntimeError(type(error).__name__))
+    except BaseException as error:  # noqa: BLE001 - same boundary, in another thread
         outcome = _Outcome(error=error)
     with suppress(RuntimeError):  # the loop has ended; nobody waits any more
         loop.call_soon_threadsafe(_settle, future, outcome)

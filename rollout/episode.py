@@ -30,7 +30,7 @@ from rollout.environments.factory import EnvironmentFactory
 from rollout.generation import Generator
 from rollout.journal import Journal
 from rollout.rewards.base import RewardContext
-from rollout.rewards.scorer import RewardScorer, Score, finite_number
+from rollout.rewards.scorer import RewardScorer, Score, finite_number, summed
 from rollout.showing import Showing
 from rollout.tokens import Tokenizer
 from rollout.transcript import Transcript
@@ -203,6 +203,8 @@ class _Episode:
         result = await self._call("step", lambda: environment.step(answer))
         if not isinstance(result, StepResult) or not isinstance(result.reward_terms, Mapping):
             raise _nonsense("step", result, "a StepResult")
+        if not all(isinstance(name, str) for name in result.reward_terms):
+            raise EpisodeError(FailureKind.USER_BUG, "environment step returned `reward_terms` with a name that is no text")
         for name, value in result.reward_terms.items():
             number = finite_number(value, f"environment step, term {name!r},")
             self.environment_terms[name] = self.environment_terms.get(name, 0.0) + number
@@ -240,7 +242,8 @@ class _Episode:
             raise EpisodeError(FailureKind.USER_BUG, f"environment and rewards both name a term {min(twice)!r}; rename one")
         if not (self.environment_terms or score.terms or self.scorer.judges_siblings):
             raise EpisodeError(FailureKind.USER_BUG, "neither the environment nor [[rewards]] gave a reward; configure one")
-        return Score(score.reward + sum(self.environment_terms.values()), {**score.terms, **self.environment_terms})
+        reward = summed((score.reward, *self.environment_terms.values()))
+        return Score(reward, {**score.terms, **self.environment_terms})
 
 
 def _whole_counts(counts: object) -> dict[str, int]:

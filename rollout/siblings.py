@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from laminar.experience.answers import SubmitOutcome
 from laminar.types import FailureKind, Prompt, Trajectory
+from rollout.boundary import EpisodeError
 from rollout.rewards.base import RewardContext
-from rollout.rewards.scorer import RewardScorer, Score
+from rollout.rewards.scorer import RewardScorer, Score, summed
 from rollout.tokens import Tokenizer
 
 Judge = Callable[[Sequence[Trajectory]], Awaitable[list[Trajectory]]]
@@ -112,7 +113,13 @@ def _judged(trajectory: Trajectory, score: Score, seconds: float) -> Trajectory:
         reward_seconds=trajectory.timings.reward_seconds + seconds,
         total_seconds=trajectory.timings.total_seconds + seconds,
     )
-    if score.reward is None or trajectory.reward is None:
-        return replace(trajectory, reward=None, reward_terms={}, failure=score.failure, timings=timings)
+    failure, reward = score.failure, None
+    if score.reward is not None and trajectory.reward is not None:
+        try:
+            reward = summed((trajectory.reward, score.reward))
+        except EpisodeError as error:
+            failure = error.failure
+    if reward is None:
+        return replace(trajectory, reward=None, reward_terms={}, failure=failure, timings=timings)
     terms = {**trajectory.reward_terms, **score.terms}
-    return replace(trajectory, reward=trajectory.reward + score.reward, reward_terms=terms, timings=timings)
+    return replace(trajectory, reward=reward, reward_terms=terms, timings=timings)

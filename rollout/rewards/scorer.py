@@ -5,11 +5,11 @@ This module does not know what a term judges, nor what is done with a failure.
 """
 
 import asyncio
+import contextlib
 import inspect
 import math
 import numbers
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +49,11 @@ class Term:
     timeout_seconds: float = 30.0
     failure_kind: FailureKind = FailureKind.USER_BUG
     threads: DaemonThreads = field(default_factory=DaemonThreads)
-    async_places: AbstractAsyncContextManager[None] = field(init=False)
+    async_places: contextlib.AbstractAsyncContextManager[None] = field(init=False)
 
     def __post_init__(self) -> None:
         most = getattr(self.judge, "max_running", None)
-        object.__setattr__(self, "async_places", nullcontext() if most is None else asyncio.Semaphore(most))
+        object.__setattr__(self, "async_places", contextlib.nullcontext() if most is None else asyncio.Semaphore(most))
 
 
 class RewardScorer:
@@ -120,7 +120,19 @@ def _combine(terms: Sequence[Term], values: Sequence[float | Failure]) -> Score:
         if isinstance(value, Failure):
             return Score(None, failure=value)
         named[term.name] = value
-    return Score(sum(term.weight * named[term.name] for term in terms), named)
+    try:
+        return Score(summed(term.weight * named[term.name] for term in terms), named)
+    except EpisodeError as error:
+        return Score(None, failure=error.failure)
+
+
+def summed(parts: Iterable[float]) -> float:
+    """A reward of finite parts.
+
+    Raises:
+        EpisodeError: of kind `user_bug`: their sum is not finite.
+    """
+    return finite_number(sum(parts, 0.0), "the sum of the reward terms")
 
 
 def build_scorer(configs: Sequence[RewardConfig]) -> RewardScorer:
@@ -145,7 +157,10 @@ def finite_number(value: Any, what: str) -> float:
             number = math.inf
         if math.isfinite(number):
             return number
-    shown = repr(value)[:80] if isinstance(value, str | int | float | list | tuple | None) else f"a {type(value).__name__}"
+    shown = f"a {type(value).__name__}"
+    if isinstance(value, str | int | float | list | tuple | None):
+        with contextlib.suppress(Exception):  # some have no text: a whole number of 5,000 digits, what the user made himself
+            shown = repr(value)[:80]
     raise EpisodeError(FailureKind.USER_BUG, f"{what} returned {shown}; it must return one finite number")
 
 
@@ -204,8 +219,9 @@ async def _judge_together(term: Term, judge: Callable[..., Any], contexts: Seque
     what = f"reward {term.name!r}"
     try:
         values = await _call(term, judge, contexts)
-        if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str | bytes) or len(values) != len(contexts):
-            count = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
+        is_list = isinstance(values, Sequence | np.ndarray) and not isinstance(values, str | bytes) and np.ndim(values) > 0
+        if not is_list or len(values) != len(contexts):
+            count = f"{len(values)} values" if is_list else f"a {type(values).__name__}"
             raise EpisodeError(
                 FailureKind.USER_BUG, f"{what} returned {count} for {len(contexts)} answers; one for each is needed"
             )

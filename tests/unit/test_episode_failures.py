@@ -118,6 +118,8 @@ async def test_an_environment_that_cannot_be_made_is_an_environment_failure():
         ("step", StepResult(done=False)),
         ("step", StepResult(done=True, reward_terms={"score": float("nan")})),
         ("step", StepResult(done=True, reward_terms={"score": None})),
+        ("step", StepResult(done=True, reward_terms={1: 0.5})),
+        ("step", StepResult(done=True, reward_terms={"a": 1.7e308, "b": 1.7e308})),
         ("step", StepResult(done=False, observation=Observation((Message("user", "hm"),)))),
     ],
 )

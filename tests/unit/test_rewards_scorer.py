@@ -33,6 +33,12 @@ class TestWeightedSum:
         assert score.reward == 3 * 0.5 + 1 * -2.0
         assert score.terms == {"a": 3.0, "b": 1.0}
 
+    async def test_finite_terms_whose_sum_is_not_are_a_failure(self):
+        for terms in ([Term("a", lambda prompt, text: 1e308, 10.0)], [Term(n, lambda prompt, text: -1.7e308) for n in "ab"]):
+            score = await RewardScorer(terms).score(context("x"))
+            assert score.failure.kind is FailureKind.USER_BUG
+            assert "the sum of the reward terms returned" in score.failure.text
+
     async def test_one_failing_term_fails_the_sum(self):
         scorer = RewardScorer([Term("a", lambda prompt, text: 1.0), Term("b", lambda prompt, text: None)])
         score = await scorer.score(context("x"))
@@ -58,6 +64,7 @@ class TestOneFiniteNumber:
             (math.nan, "nan"),
             (math.inf, "inf"),
             (10**400, "1000"),
+            pytest.param(10**5000, "a int", id="5001-digits"),
             (None, "None"),
             ("1", "'1'"),
             ([1.0], "[1.0]"),
@@ -69,6 +76,10 @@ class TestOneFiniteNumber:
         assert score.reward is None
         assert score.failure.kind is FailureKind.USER_BUG
         assert shown in score.failure.text
+
+
+class Panic(BaseException):
+    """Like a panic of an extension in Rust, which is no `Exception`."""
 
 
 class TestWhatEscapes:
@@ -89,12 +100,21 @@ class TestWhatEscapes:
 
         assert (await one_term(judge).score(context("x"))).failure.kind is FailureKind.VERIFIER
 
-    @pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()])
-    async def test_exit_and_stray_cancellation_do_not_end_the_worker(self, error):
+    @pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError(), Panic("unwrap on None")])
+    async def test_exit_panic_and_stray_cancellation_do_not_end_the_worker(self, error):
         async def judge(prompt, text):
             raise error
 
         assert (await one_term(judge).score(context("x"))).failure.kind is FailureKind.USER_BUG
+
+    @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit(), Panic("unwrap on None")])
+    async def test_what_a_thread_raises_is_told_at_once_and_does_not_end_the_worker(self, error):
+        def judge(prompt, text):
+            raise error
+
+        failure = (await one_term(judge).score(context("x"))).failure
+        assert failure.kind is FailureKind.USER_BUG
+        assert type(error).__name__ in failure.text
 
     async def test_a_judge_may_name_the_kind_itself(self):
         def judge(prompt, text):

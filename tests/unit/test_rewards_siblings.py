@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from laminar.config.system import RewardConfig
@@ -80,11 +81,17 @@ async def test_all_siblings_are_seen_in_one_call_with_what_they_have_been_given(
     assert (second.reward, second.reward_terms) == (2.0 * -0.5, {"exact": 0.0, "rank": -0.5})
 
 
-@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0, 3.0], [1.0, None], [1.0, float("nan")], 1.0])
+@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0, 3.0], [1.0, None], [1.0, float("nan")], 1.0, np.asarray(1.0)])
 async def test_anything_but_one_number_for_each_fails_the_whole_group_as_a_bug(values):
     trajectories = await judged(Together(values), played(0), played(1), max_attempts=3)
     assert [t.failure.kind for t in trajectories] == [FailureKind.USER_BUG] * 2
     assert [(t.reward, t.reward_terms) for t in trajectories] == [(None, {})] * 2
+
+
+async def test_siblings_whose_sum_is_not_finite_have_failed():
+    high, low = await judged(Together([1.7e308, 0.5]), played(0, reward=1.7e308), played(1))
+    assert (high.reward, high.failure.kind) == (None, FailureKind.USER_BUG)
+    assert low.reward == 1.5
 
 
 async def test_a_verifier_out_of_reach_is_asked_again_with_the_same_answers():
