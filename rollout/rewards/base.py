@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from laminar.types import FinishReason, Prompt
 
 
@@ -70,7 +72,7 @@ class GroupReward(Protocol):
 
 
 def reference_answer(prompt: Prompt, answer_field: str) -> str:
-    """The prompt's right answer as text.
+    """The prompt's right answer as text; a float in full, without an exponent.
 
     Raises:
         ValueError: the field is missing, or neither text nor a number.
@@ -82,4 +84,5 @@ def reference_answer(prompt: Prompt, answer_field: str) -> str:
     answer = prompt.fields[answer_field]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"prompt {prompt.prompt_id}: {answer_field!r} is {answer!r:.80}; it must be text or a number")
-    return str(answer)
+    # not 1e-05, which a judge of mathematics reads as 1
+    return np.format_float_positional(answer, trim="0") if isinstance(answer, float) else str(answer)

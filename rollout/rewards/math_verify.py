@@ -45,10 +45,10 @@ class MathVerify:
     def check_prompt(self, prompt: Prompt) -> str | None:
         """What keeps this prompt from being judged."""
         try:
-            reference_answer(prompt, self._options.answer_field)
+            reference = reference_answer(prompt, self._options.answer_field)
         except ValueError as error:
             return str(error)
-        return None
+        return None if reference.strip() else f"prompt {prompt.prompt_id}: {self._options.answer_field!r} is empty"
 
     def score(self, context: RewardContext) -> float:
         """1.0 or 0.0; an answer in which no mathematics is found is a wrong one."""
@@ -56,7 +56,10 @@ class MathVerify:
 
 
 def judge(reference: str, completion: str) -> float:
-    """Runs in a pool's process: 1.0 if the last expression of `completion` equals `reference`.
+    """Runs in a pool's process: 1.0 if what the package takes for the answer in `completion` equals `reference`.
+
+    That is what is boxed, or else the last expression; several boxes close to each other are one list. Floats are equal if
+    they are to 6 places.
 
     Raises:
         ValueError: the reference holds no expression.

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,19 @@ def test_the_right_answer_is_right_wherever_the_reward_is_called(verifier, place
             assert threads.submit(judge).result() == (1.0, 0.0)
     else:
         assert asyncio.run(in_executor()) == (1.0, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gold", [1e-5, 2.5e-6, 1e16, 1.5, 3.0])
+def test_a_float_in_the_data_is_not_read_by_its_mantissa(verifier, gold):
+    digits = f"{Decimal(repr(gold)):f}"
+    assert verifier.score(context(gold, rf"\boxed{{{digits}}}")) == 1.0
+    assert verifier.score(context(gold, rf"\boxed{{{int(gold) + 1}}}")) == 0.0
+
+
+@pytest.mark.slow
+def test_an_empty_reference_is_refused_at_start(verifier):
+    assert "'answer' is empty" in verifier.check_prompt(context(" ", "").prompt)
 
 
 @pytest.mark.slow
