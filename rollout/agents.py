@@ -89,8 +89,10 @@ class AgentPlayer:
         identity = trajectory_id(group.group_id, member)
         sampling = replace(sampling, seed=trajectory_seed(run_seed, identity, attempt))
         calls = Conversations(engine, self.tokenizer, sampling, self.max_turns, self.max_tokens, self.strict_template)
-        session = Session(calls, PARSERS[self.options.call_format], EpisodeClock(self.wall_seconds))
-        score, reason = await self._run(session, group.prompt, identity)
+        assert self.driver is not None
+        async with self.driver.place():
+            session = Session(calls, PARSERS[self.options.call_format], EpisodeClock(self.wall_seconds))
+            score, reason = await self._run(session, group.prompt, identity)
         return Trajectory(
             trajectory_id=identity,
             group_id=group.group_id,
@@ -115,7 +117,8 @@ class AgentPlayer:
         calls = session.conversations
         try:
             with self.gateway.open(session) as key:
-                await self._finish(session, Task(prompt, f"{self.gateway.url}/v1", key))
+                task = Task(prompt, f"{self.gateway.url}/v1", key, seconds=session.clock.remaining_seconds)
+                await self._finish(session, task)
             turns = calls.turns()
             if not turns:
                 raise EpisodeError(FailureKind.USER_BUG, "the agent ended without a call, so there is nothing to train")

@@ -7,6 +7,7 @@ It does not know tokens: they are recorded where the calls arrive.
 """
 
 import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from laminar.errors import ConfigError
@@ -44,6 +45,10 @@ class VerifiersDriver:
         self._ready: asyncio.Future[None] | None = None
         self._end = asyncio.Event()
 
+    def place(self) -> AbstractAsyncContextManager[None]:
+        """None is needed."""
+        return nullcontext()
+
     async def run(self, task: Task) -> dict[str, float]:
         """Play one episode; its rewards by name, weighted.
 
@@ -76,7 +81,7 @@ class VerifiersDriver:
 
     async def _serve(self) -> None:
         """Bring the shared servers up once; a task of their own holds them, so that whoever came first may be cancelled."""
-        if self._serving is None or self._ready is None:
+        if self._ready is None or (self._ready.done() and self._ready.exception() is not None):  # a failure is not for ever
             self._ready = asyncio.get_running_loop().create_future()
             self._serving = asyncio.create_task(self._hold_servers(self._ready))
         await asyncio.shield(self._ready)
@@ -86,7 +91,7 @@ class VerifiersDriver:
             async with self._environment.serving():
                 ready.set_result(None)
                 await self._end.wait()
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # the package's and its servers' own; whoever waits is told
             if ready.done():
                 raise
             ready.set_exception(error)

@@ -238,7 +238,8 @@ def _outcome(report: dict[str, Any], output: str, errors: str, isolated: bool) -
     if "broken" in report:
         raise EpisodeError(FailureKind.TOOL, f"the sandbox could not be built: {report['broken']}")
     if "killed" in report:
-        return Outcome(Ended(report["killed"]), 0, output, errors, isolated)
+        ended = Ended.WALL if report["killed"] == "abandoned" else Ended(report["killed"])  # its jail was late, and given up
+        return Outcome(ended, 0, output, errors, isolated)
     status = report["status"]
     if os.WIFEXITED(status):
         return Outcome(Ended.EXIT, os.WEXITSTATUS(status), output, errors, isolated)

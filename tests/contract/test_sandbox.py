@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -259,3 +260,22 @@ async def test_many_at_once_all_end_and_leave_no_thread_and_no_folder():
     assert [task.result().output for task in tasks[::4]] == ["good\n"] * 5
     assert boxes() <= before
     assert threading.active_count() <= threads + 2
+
+
+async def test_a_jail_whose_starter_died_while_it_told_what_to_run_ends():
+    told, tell = os.pipe()
+    jail = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", str(sandbox._JAIL), str(tell), stdin=asyncio.subprocess.PIPE, pass_fds=(tell,)
+    )
+    os.close(tell)
+    jail.stdin.write((100_000).to_bytes(8, "little") + b"{")
+    jail.stdin.close()
+    async with asyncio.timeout(20):
+        await jail.wait()
+    assert os.read(told, 100) == b""
+    os.close(told)
+
+
+def test_a_program_that_its_jail_gave_up_late_has_used_up_its_time():
+    outcome = sandbox._outcome({"killed": "abandoned"}, "", "", True)
+    assert outcome.ended is Ended.WALL

@@ -122,3 +122,20 @@ def test_rows_are_made_of_the_taskset(player):
 
     rows = make_rows(ENV, 2, skip=1)
     assert [(row["prompt"], row["task"]["answer"]) for row in rows] == [("1 + 1 =", "2"), ("2 + 1 =", "3")]
+
+
+async def test_shared_servers_that_could_not_be_brought_up_fail_that_episode_and_are_tried_again(player, monkeypatch):
+    driver = player().driver
+    errors, serving = [KeyError("port"), OSError("port in use")], driver._environment.serving
+
+    def sometimes():
+        if errors:
+            raise errors.pop(0)
+        return serving()
+
+    monkeypatch.setattr(driver._environment, "serving", sometimes)
+    async with asyncio.timeout(20):
+        for error in (KeyError, OSError):
+            with pytest.raises(error):
+                await driver._serve()
+        await driver._serve()

@@ -1,0 +1,146 @@
+"""Users' agents as programs and plain functions: what they started ends with them, and waiting costs no agent its time."""
+
+import asyncio
+import sys
+import threading
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+
+from laminar.types import ClaimedGroup, FailureKind, Prompt, SamplingParameters
+from rollout.agents import AgentPlayer
+from rollout.boundary import DaemonThreads, EpisodeError
+from rollout.drivers import AgentDriver, Task
+from rollout.environments.agent import Agent
+from rollout.rewards.scorer import RewardScorer
+from rollout.scripted import CodePointTokenizer, ScriptedEngine
+
+GROUP = ClaimedGroup("00000003", 3, Prompt("p", "2 + 3?", {}), (0,), 0)
+TASK = Task(Prompt("p", "2 + 3?", {}), "http://nowhere/v1", "key", seconds=60.0)
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+FAMILY = """
+import os, subprocess, sys, time
+kept = subprocess.Popen(["sleep", "1000"])  # holds standard error
+away = subprocess.Popen(["sleep", "1000"], start_new_session=True, stderr=subprocess.DEVNULL)
+with open(sys.argv[1] + ".tmp", "w") as file:
+    print(os.getpid(), kept.pid, away.pid, file=file)
+os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+time.sleep(float(sys.argv[2]))
+"""
+DRIVER = """
+import asyncio, sys
+from laminar.types import Prompt
+from rollout.drivers import AgentDriver, Task
+from rollout.environments.agent import Agent
+asyncio.run(AgentDriver(Agent.Options(command=sys.argv[1:])).run(Task(Prompt("p", "?", {}), "http://nowhere/v1", "key")))
+"""
+
+
+def family(path, seconds):
+    return [*PYTHON, FAMILY, str(path), str(seconds)]
+
+
+def driver(*command):
+    return AgentDriver(Agent.Options(command=list(command)))
+
+
+def lives(pid):
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+async def pids_in(path):
+    async with asyncio.timeout(20):
+        while not path.exists():
+            await asyncio.sleep(0.02)
+    return [int(pid) for pid in path.read_text().split()]
+
+
+async def all_end(pids):
+    async with asyncio.timeout(20):
+        while any(lives(pid) for pid in pids):
+            await asyncio.sleep(0.02)
+
+
+async def test_a_program_that_has_ended_takes_along_what_it_started(tmp_path):
+    async with asyncio.timeout(20):  # its child holds standard error for 1,000 s
+        await driver(*family(tmp_path / "pids", 0)).run(TASK)
+    assert [lives(pid) for pid in await pids_in(tmp_path / "pids")] == [False] * 3
+
+
+async def test_a_program_that_is_given_up_takes_along_what_it_started(tmp_path):
+    run = asyncio.create_task(driver(*family(tmp_path / "pids", 1000)).run(TASK))
+    pids = await pids_in(tmp_path / "pids")
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert [lives(pid) for pid in pids] == [False] * 3
+
+
+async def test_a_worker_that_is_killed_takes_along_what_its_agents_started(tmp_path):
+    command = [sys.executable, "-c", DRIVER, *family(tmp_path / "pids", 1000)]
+    worker = await asyncio.create_subprocess_exec(*command)
+    pids = await pids_in(tmp_path / "pids")
+    worker.kill()
+    await worker.wait()
+    await all_end(pids)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (["/nowhere/agent"], "could not be started"),
+        ([*PYTHON, "import sys; sys.stderr.write('x\\n' * 10**6 + 'no browser'); sys.exit(3)"], "status 3: no browser"),
+        ([*PYTHON, "import os; os.kill(os.getpid(), 9)"], "status 137"),
+    ],
+)
+async def test_a_program_that_fails_is_a_failure_with_its_status_and_last_words(command, text):
+    with pytest.raises(EpisodeError, match=text) as caught:
+        await driver(*command).run(TASK)
+    assert caught.value.failure.kind is FailureKind.ENVIRONMENT
+
+
+async def test_plain_functions_that_will_return_in_time_are_not_stuck_when_nobody_waits_any_more(monkeypatch):
+    release, started = threading.Event(), threading.Semaphore(0)
+
+    def agent(task):
+        started.release()
+        return release.wait(60) and 1.0
+
+    monkeypatch.setitem(sys.modules, "agent_of_the_test", SimpleNamespace(solve=agent))
+    plain = AgentDriver(Agent.Options(run="agent_of_the_test:solve"))
+    evicted = [asyncio.create_task(plain.run(TASK)) for _ in range(20)]
+    for _ in evicted:
+        assert await asyncio.to_thread(started.acquire, timeout=20)
+    for task in evicted:
+        task.cancel()
+    await asyncio.gather(*evicted, return_exceptions=True)
+    release.set()
+    assert await plain.run(TASK) == 1.0
+
+
+async def test_the_wait_for_a_thread_does_not_count_as_a_plain_agents_time(monkeypatch):
+    import json
+    import urllib.request
+
+    def agent(task):
+        body = json.dumps({"messages": [{"role": "user", "content": task.prompt.content}]}).encode()
+        request = urllib.request.Request(task.base_url + "/chat/completions", body, {"x-api-key": task.api_key})
+        urllib.request.urlopen(request).read()
+        return 1.0
+
+    monkeypatch.setitem(sys.modules, "agent_of_the_test", SimpleNamespace(solve=agent))
+    plain = AgentDriver(Agent.Options(run="agent_of_the_test:solve"))
+    plain._threads = DaemonThreads(max_running=1)
+    options = Agent.Options(run="agent_of_the_test:solve")
+    player = AgentPlayer(options, CodePointTokenizer(), RewardScorer([]), 3.0, driver=plain)
+    try:
+        async with plain.place():
+            sampling = SamplingParameters(1.0, 100, 0)
+            waits = asyncio.create_task(player.play(ScriptedEngine(["5"]), GROUP, 0, 0, sampling=sampling, run_seed=5))
+            await asyncio.sleep(4.0)
+        assert (await waits).reward == 1.0
+    finally:
+        await player.close()
