@@ -116,6 +116,8 @@ def _content(value: Any, where: str) -> str | tuple[Message, ...]:
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str) or value.get("role") not in _ROLES:
         raise ConfigError(f'{where} is {value!r:.80}; give {{"role": one of {", ".join(_ROLES)}, "content": text}}')
+    if value.get("tool_calls") or value.get("function_call"):
+        raise ConfigError(f"{where} calls tools, which a prompt's message cannot carry; write the call into its content")
     return Message(value["role"], value["content"])
 
 

@@ -4,6 +4,7 @@ A row comes with its place in words, for errors. This module does not know what 
 """
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,16 +47,22 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if text:
-                    row = json.loads(text, parse_constant=_refuse_constant)
+                    row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
                     if not isinstance(row, dict):
                         raise ValueError(f"a {type(row).__name__}, not an object with columns")
                     yield place, row
-            except ValueError as error:  # bad UTF-8 and bad JSON included
+            except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON included
                 raise ConfigError(f"{place} is malformed: {error}; every line must be one JSON object") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text:.80} is too large a number")
+    return number
 
 
 def _parquet_rows(file: Path) -> Iterator[Row]:
