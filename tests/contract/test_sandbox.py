@@ -279,3 +279,44 @@ async def test_a_jail_whose_starter_died_while_it_told_what_to_run_ends():
 def test_a_program_that_its_jail_gave_up_late_has_used_up_its_time():
     outcome = sandbox._outcome({"killed": "abandoned"}, "", "", True)
     assert outcome.ended is Ended.WALL
+
+
+NO_NAMESPACE = """
+import ctypes, os
+LIBC = ctypes.CDLL(None, use_errno=True)
+print(LIBC.unshare(0x10000000 | 0x20000), ctypes.get_errno())
+number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+print(LIBC.syscall(number, 0x10000000 | 17, 0, 0, 0, 0), ctypes.get_errno())
+"""
+NO_HIDDEN_MEMORY = """
+import ctypes, os
+LIBC = ctypes.CDLL(None, use_errno=True)
+print(LIBC.memfd_create(b"x", 0), ctypes.get_errno())
+print(LIBC.shmget(0, 4096, 0o1600), ctypes.get_errno())
+"""
+
+
+@pytest.mark.parametrize("code", [NO_NAMESPACE, NO_HIDDEN_MEMORY], ids=["namespaces", "memory"])
+async def test_calls_that_lead_around_the_limits_are_not_there(anywhere, code):
+    outcome = await play(code)
+    assert (outcome.ended, outcome.output) == (Ended.EXIT, "-1 38\n-1 38\n")
+
+
+async def test_threads_and_programs_of_a_program_run_as_ever(anywhere):
+    code = "import subprocess, threading, sys\nt = threading.Thread(target=print, args=[1]); t.start(); t.join()\n"
+    outcome = await play(code + "subprocess.run([sys.executable, '-c', 'print(2)'])")
+    assert sorted(outcome.output.split()) == ["1", "2"]
+
+
+async def test_cpu_time_of_children_that_nobody_waits_for_counts(anywhere):
+    code = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for _ in range(200):
+    if os.fork() == 0:
+        while time.process_time() < 0.3: pass
+        os._exit(0)
+    try: os.wait()
+    except ChildProcessError: pass
+"""
+    assert (await play(code, cpu_seconds=1.0)).ended is Ended.CPU
