@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import longest_row_tokens
+from laminar.config.sizes import longest_evaluation_tokens, longest_row_tokens
 from laminar.plugins import resolve, validate_options
 from laminar.seeds import trajectory_seed
 from laminar.types import (
@@ -47,6 +47,7 @@ class AgentPlayer:
         options: which agent.
         tokenizer, scorer: as for other episodes; without rewards the agent must give one.
         max_turns, max_tokens, strict_template, wall_seconds: budgets and strictness, as for other episodes.
+        max_evaluation_tokens: `max_tokens` of a trajectory that is not trained.
         driver: how the agent is run; made from the options unless it is given.
         gateway: where agents call.
     """
@@ -57,6 +58,7 @@ class AgentPlayer:
     wall_seconds: float
     max_turns: int | None = None
     max_tokens: int | None = None
+    max_evaluation_tokens: int | None = None
     strict_template: bool = False
     driver: Driver | None = None
     gateway: Gateway = field(default_factory=Gateway)
@@ -88,7 +90,8 @@ class AgentPlayer:
         await self.gateway.start()
         identity = trajectory_id(group.group_id, member)
         sampling = replace(sampling, seed=trajectory_seed(run_seed, identity, attempt))
-        calls = Conversations(engine, self.tokenizer, sampling, self.max_turns, self.max_tokens, self.strict_template)
+        longest = self.max_evaluation_tokens if purpose is Purpose.EVALUATION else self.max_tokens
+        calls = Conversations(engine, self.tokenizer, sampling, self.max_turns, longest, self.strict_template)
         assert self.driver is not None
         async with self.driver.place():
             session = Session(calls, PARSERS[self.options.call_format], EpisodeClock(self.wall_seconds))
@@ -196,6 +199,7 @@ def build_agent_player(config: LaminarConfig, tokenizer: Tokenizer, scorer: Rewa
         wall_seconds=environment.wall_seconds,
         max_turns=environment.max_turns,
         max_tokens=longest_row_tokens(config),
+        max_evaluation_tokens=longest_evaluation_tokens(config),
         strict_template=environment.strict_template,
         driver=driver,
     )

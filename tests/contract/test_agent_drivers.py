@@ -4,12 +4,16 @@ import asyncio
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 
-from laminar.types import ClaimedGroup, FailureKind, Prompt, SamplingParameters
-from rollout.agents import AgentPlayer
+from laminar.config.load import load_config
+from laminar.config.sizes import longest_row_tokens
+from laminar.types import ClaimedGroup, FailureKind, Prompt, Purpose, SamplingParameters
+from rollout.agents import AgentPlayer, build_agent_player
 from rollout.boundary import DaemonThreads, EpisodeError
 from rollout.drivers import AgentDriver, Task
 from rollout.environments.agent import Agent
@@ -142,5 +146,32 @@ async def test_the_wait_for_a_thread_does_not_count_as_a_plain_agents_time(monke
             waits = asyncio.create_task(player.play(ScriptedEngine(["5"]), GROUP, 0, 0, sampling=sampling, run_seed=5))
             await asyncio.sleep(4.0)
         assert (await waits).reward == 1.0
+    finally:
+        await player.close()
+
+
+async def test_an_agent_that_is_evaluated_has_the_tokens_of_an_evaluation(monkeypatch):
+    async def agent(task):
+        body = {"messages": [{"role": "user", "content": task.prompt.content}]}
+        async with (
+            aiohttp.ClientSession(headers={"x-api-key": task.api_key}) as session,
+            session.post(task.base_url + "/chat/completions", json=body) as response,
+        ):
+            return float(response.status == 200)
+
+    monkeypatch.setitem(sys.modules, "agent_of_the_test", SimpleNamespace(solve=agent))
+    config = load_config(
+        Path("deploy/recipes/tiny.toml"),
+        ["environment.kind=agent", "environment.options.run=agent_of_the_test:solve", "eval.max_new_tokens=60"],
+    )
+    sampling = SamplingParameters(1.0, 10**6, 0)
+    player = build_agent_player(config, CodePointTokenizer(), RewardScorer([]))
+    try:
+        evaluated = config.data.max_prompt_tokens + 60
+        for purpose, longest in ((Purpose.TRAIN, longest_row_tokens(config)), (Purpose.EVALUATION, evaluated)):
+            engine = ScriptedEngine(["5" * 100])
+            await player.play(engine, GROUP, 0, 0, sampling=sampling, run_seed=5, purpose=purpose)
+            (request,) = engine.requests
+            assert len(request.input_ids) + request.sampling.max_new_tokens == longest
     finally:
         await player.close()
