@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
                     list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
                 )
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise ConfigError(f"the chat template of {self._name} refuses these messages: {error}") from error
 
     def _render_plain(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
