@@ -9,6 +9,7 @@ It does not know HTTP, agents or rewards.
 """
 
 import asyncio
+import copy
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,25 @@ class Conversations:
     ) -> Reply:
         history = (_key({"tools": list(tools)}), *map(_message_key, messages))
         line, known = self._find(history)
+        dialogue = copy.copy(line.dialogue)
+        try:
+            reply = await self._answer(line, messages, tools, known, max_new_tokens, stop)
+        except (BadCallError, SpentError):  # nothing was shown; another call may go on there
+            line.history, line.dialogue = history[:known] or None, dialogue
+            raise
+        line.history = (*history, _message_key({"role": "assistant", "content": reply.text}))
+        return reply
+
+    async def _answer(
+        self,
+        line: _Line,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        known: int,
+        max_new_tokens: int | None,
+        stop: Sequence[str],
+    ) -> Reply:
+        """Sample a turn of a chat, of whose history the line has `known` keys."""
         try:
             if line.dialogue is None:
                 line.dialogue = Dialogue(self.tokenizer, messages, tools)
@@ -126,9 +146,7 @@ class Conversations:
                 self._note(shown.fit)
         except ConfigError as error:
             raise BadCallError(str(error)) from error
-        reply = await self._sample(line, new, in_new_chain, max_new_tokens, stop)
-        line.history = (*history, _message_key({"role": "assistant", "content": reply.text}))
-        return reply
+        return await self._sample(line, new, in_new_chain, max_new_tokens, stop)
 
     async def complete(self, prompt: str, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
         """Continue raw text. Raises as `chat`."""
@@ -141,7 +159,11 @@ class Conversations:
         if not line.transcript.num_tokens and not len(new):
             raise BadCallError("the prompt is empty; the policy needs a token to go on from")
         line.history = None
-        reply = await self._sample(line, new, False, max_new_tokens, stop)
+        try:
+            reply = await self._sample(line, new, False, max_new_tokens, stop)
+        except SpentError:
+            line.history = (known,) if known else None
+            raise
         line.history = (prompt + reply.text,) if reply.text else None  # behind an end mark alone nobody goes on
         return reply
 

@@ -183,3 +183,18 @@ async def test_a_call_that_is_too_long_leaves_room_for_a_shorter_one():
     assert calls.spent is FinishReason.MAX_TOKENS
     assert (await calls.chat([user("short")])).text == "A"
     assert calls.spent is None
+
+
+async def test_behind_a_call_that_is_too_long_a_shorter_one_continues_the_same_chain():
+    calls, _ = conversations("A", "B", max_tokens=50)
+    await calls.chat([user("1")])
+    with pytest.raises(SpentError):
+        await calls.chat([user("1"), said("A"), user("2" * 50)])
+    await calls.chat([user("1"), said("A"), user("2")])
+    assert texts(calls) == ["user: 1\nassistant: [A]\nuser: 2\nassistant: [B]"]
+    calls, _ = conversations("A", "B", max_tokens=20)
+    await calls.complete("a ")
+    with pytest.raises(SpentError):
+        await calls.complete("a A" + "2" * 20)
+    await calls.complete("a A2")
+    assert texts(calls) == ["a [A]2[B]"]
