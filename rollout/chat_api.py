@@ -7,7 +7,8 @@ are read and left unused. Pure: no I/O. It does not know how replies are sampled
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,15 @@ class Wanted:
     logprobs: bool
 
 
+@contextmanager
+def reading() -> Iterator[None]:
+    """Reading a request: whatever a malformed one makes go wrong becomes a `BadCallError`, which no client tries again."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise BadCallError(f"the request is malformed: {type(error).__name__}: {error}") from error
+
+
 def read_wanted(body: Mapping[str, Any]) -> Wanted:
     """The settings that count.
 
@@ -40,14 +50,33 @@ def read_wanted(body: Mapping[str, Any]) -> Wanted:
         raise BadCallError(f"n is {body['n']!r}; ask once for each answer")
     if body.get("best_of") not in (None, 1) or body.get("echo"):
         raise BadCallError("best_of and echo are not supported; leave them out")
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise BadCallError(f"max_tokens is {limit!r}; give a whole number of 1 or more")
-    stop = body.get("stop") or ()
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise BadCallError(f"stop is {stop!r}; give text or a list of texts")
+    limits = body.get("max_completion_tokens"), body.get("max_tokens")
+    limit = checked_limit(next((limit for limit in limits if limit is not None), None))
+    stop = body.get("stop") or []
+    texts = checked_stop([stop] if isinstance(stop, str) else stop, "stop")
     return Wanted(limit, texts, bool(body.get("stream")), bool(body.get("logprobs")))
+
+
+def checked_limit(limit: Any) -> int | None:
+    """A request's `max_tokens`. Raises BadCallError if it is no limit."""
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise BadCallError(f"max_tokens is {limit!r:.80}; give a whole number of 1 or more")
+    return limit
+
+
+def checked_stop(texts: Any, name: str) -> tuple[str, ...]:
+    """A request's stop texts. Raises BadCallError if they are no list of texts."""
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise BadCallError(f"{name} is {texts!r:.80}; give a list of texts that are not empty")
+    return tuple(texts)
+
+
+def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The request's tools. Raises BadCallError if they are no list of objects."""
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadCallError(f"tools is {tools!r:.80}; give a list of objects")
+    return tools
 
 
 @dataclass(slots=True)
@@ -84,6 +113,9 @@ def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadCallError(f"message {message!r:.80} has no role")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise BadCallError(f"tool_calls is {calls!r:.80}; give a list of objects")
     return [{**message, "content": text_of(message.get("content"))} for message in messages]
 
 
@@ -95,8 +127,10 @@ def text_of(content: Any) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, Sequence) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
-        return "".join(str(part["text"]) for part in content)
+    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        if wrong := next((part for part in content if not isinstance(part.get("text"), str)), None):
+            raise BadCallError(f"content part {wrong!r:.80} has no text; give it one")
+        return "".join(part["text"] for part in content)
     raise BadCallError(f"content {content!r:.80} is not text; the policy reads text only")
 
 
@@ -114,6 +148,11 @@ def reply_message(turn: ParsedTurn, text: str) -> dict[str, Any]:
         for call in calls
     ]
     return {"role": "assistant", "content": turn.text or None, "tool_calls": told}
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """A reply's text up to the stop text that ended it, as both protocols show it; the trajectory keeps all of it."""
+    return text[: min((at for each in stop if (at := text.find(each)) >= 0), default=None)]
 
 
 def chat_response(message: Mapping[str, Any], reply: Reply, wanted: Wanted, decode: Callable[[int], str]) -> dict[str, Any]:
@@ -134,11 +173,12 @@ def chat_chunks(response: Mapping[str, Any]) -> list[dict[str, Any]]:
     head = {**response, "object": "chat.completion.chunk"}
     head.pop("usage")
 
-    def chunk(delta: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
-        return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]}
+    def chunk(delta: Mapping[str, Any], finish: str | None, logprobs: Any = None) -> dict[str, Any]:
+        return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}]}
 
+    first, *others = deltas
     last = {**chunk({}, choice["finish_reason"]), "usage": response["usage"]}
-    return [*(chunk(delta, None) for delta in deltas), last]
+    return [chunk(first, None, choice["logprobs"]), *(chunk(delta, None) for delta in others), last]
 
 
 def completion_response(reply: Reply, wanted: Wanted, decode: Callable[[int], str]) -> dict[str, Any]:
@@ -147,7 +187,8 @@ def completion_response(reply: Reply, wanted: Wanted, decode: Callable[[int], st
     if wanted.logprobs:
         tokens = [decode(int(token_id)) for token_id in reply.token_ids]
         logprobs = {"tokens": tokens, "token_logprobs": list(reply.logprobs), "top_logprobs": None, "text_offset": []}
-    choice = {"index": 0, "text": reply.text, "finish_reason": _FINISH.get(reply.finish_reason), "logprobs": logprobs}
+    text = before_stop(reply.text, wanted.stop)
+    choice = {"index": 0, "text": text, "finish_reason": _FINISH.get(reply.finish_reason), "logprobs": logprobs}
     return {**_head("text_completion"), "choices": [choice], "usage": usage(reply)}
 
 
@@ -177,7 +218,18 @@ def _logprobs(reply: Reply, decode: Callable[[int], str]) -> list[dict[str, Any]
 
 
 def _told(message: Mapping[str, Any]) -> str:
-    return json.dumps([message.get("content") or "", [call.get("id") for call in message.get("tool_calls") or ()]])
+    """What makes a message the one that the agent was told."""
+    return json.dumps([message.get("content") or "", [_called(call) for call in message.get("tool_calls") or ()]])
+
+
+def _called(call: Mapping[str, Any]) -> Any:
+    """A call without what an agent's client may write otherwise: blanks, the order of keys, 1.0 as 1."""
+    try:
+        function = call["function"]
+        arguments = json.loads(function["arguments"], parse_int=float)
+        return [call.get("id"), function["name"], json.dumps(arguments, sort_keys=True)]
+    except (KeyError, TypeError, ValueError):
+        return call
 
 
 def _readable(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ It does not know HTTP, agents or rewards.
 """
 
 import asyncio
+import copy
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from laminar.errors import ConfigError
-from laminar.types import Chain, FinishReason, Int32Array, SamplingParameters, Turn
+from laminar.types import Chain, FailureKind, FinishReason, Int32Array, SamplingParameters, Turn
+from rollout.boundary import EpisodeError
 from rollout.dialogue import Dialogue, Fit
 from rollout.generation import Generator
 from rollout.showing import COUNTED
@@ -71,6 +73,8 @@ class Conversations:
         max_turns, max_tokens: budgets of the trajectory; None: not limited.
         strict: a chat template that drifts or rewrites is refused.
         counts: how often something noteworthy happened.
+        texts: of all turns, in their order.
+        spent: the budget that had no room for the last call; None if that was answered.
     """
 
     engine: Generator
@@ -99,7 +103,7 @@ class Conversations:
         Raises:
             BadCallError: the template refuses the messages.
             SpentError: a budget is used up.
-            EpisodeError: the engine failed.
+            EpisodeError: the engine failed, or the template did what `strict` forbids.
         """
         async with self._turn:
             return await self._chat(messages, tools, max_new_tokens, stop)
@@ -113,6 +117,25 @@ class Conversations:
     ) -> Reply:
         history = (_key({"tools": list(tools)}), *map(_message_key, messages))
         line, known = self._find(history)
+        dialogue = copy.copy(line.dialogue)
+        try:
+            reply = await self._answer(line, messages, tools, known, max_new_tokens, stop)
+        except (BadCallError, SpentError):  # nothing was shown; another call may go on there
+            line.history, line.dialogue = history[:known] or None, dialogue
+            raise
+        line.history = (*history, _message_key({"role": "assistant", "content": reply.text}))
+        return reply
+
+    async def _answer(
+        self,
+        line: _Line,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        known: int,
+        max_new_tokens: int | None,
+        stop: Sequence[str],
+    ) -> Reply:
+        """Sample a turn of a chat, of whose history the line has `known` keys."""
         try:
             if line.dialogue is None:
                 line.dialogue = Dialogue(self.tokenizer, messages, tools)
@@ -123,9 +146,7 @@ class Conversations:
                 self._note(shown.fit)
         except ConfigError as error:
             raise BadCallError(str(error)) from error
-        reply = await self._sample(line, new, in_new_chain, max_new_tokens, stop)
-        line.history = (*history, _key({"role": "assistant", "text": reply.text}))
-        return reply
+        return await self._sample(line, new, in_new_chain, max_new_tokens, stop)
 
     async def complete(self, prompt: str, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
         """Continue raw text. Raises as `chat`."""
@@ -133,19 +154,17 @@ class Conversations:
             return await self._complete(prompt, max_new_tokens, stop)
 
     async def _complete(self, prompt: str, max_new_tokens: int | None, stop: Sequence[str]) -> Reply:
-        line = next(
-            (line for line in self._lines if line.dialogue is None and line.history and prompt.startswith(line.history[0])),
-            None,
-        )
-        known = "" if line is None or line.history is None else line.history[0]
-        if line is None:
-            line = self._add_line()
+        line, known = self._find_text(prompt)
         new = self.tokenizer.encode_observation(prompt[len(known) :]) if known else self.tokenizer.encode(prompt)
         if not line.transcript.num_tokens and not len(new):
             raise BadCallError("the prompt is empty; the policy needs a token to go on from")
         line.history = None
-        reply = await self._sample(line, new, False, max_new_tokens, stop)
-        line.history = (prompt + reply.text,)
+        try:
+            reply = await self._sample(line, new, False, max_new_tokens, stop)
+        except SpentError:
+            line.history = (known,) if known else None
+            raise
+        line.history = (prompt + reply.text,) if reply.text else None  # behind an end mark alone nobody goes on
         return reply
 
     def chains(self) -> tuple[Chain, ...]:
@@ -178,6 +197,12 @@ class Conversations:
         found.history = None
         return found, known
 
+    def _find_text(self, prompt: str) -> tuple[_Line, str]:
+        """The line with the longest beginning of this text, and that; a new line if none has one and something is new."""
+        texts = [(line, line.history[0]) for line in self._lines if line.dialogue is None and line.history]
+        begun = [(line, text) for line, text in texts if prompt.startswith(text) and prompt != text]
+        return max(begun, key=lambda each: len(each[1])) if begun else (self._add_line(), "")
+
     def _add_line(self) -> _Line:
         if self._lines:
             self.counts["branched_contexts"] += 1
@@ -188,7 +213,8 @@ class Conversations:
         if fit is not Fit.APPENDED:
             self.counts[COUNTED[fit]] += 1
             if self.strict:
-                raise BadCallError(f"the chat template has {fit} what was sampled, and environment.strict_template is true")
+                text = f"the chat template has {fit} what was sampled, and environment.strict_template is true"
+                raise EpisodeError(FailureKind.ENVIRONMENT, text)
 
     async def _sample(
         self, line: _Line, new: Int32Array, in_new_chain: bool, max_new_tokens: int | None, stop: Sequence[str]
@@ -222,11 +248,9 @@ class Conversations:
         room = self.sampling.max_new_tokens - self.num_sampled_tokens
         if self.max_tokens is not None:
             room = min(room, self.max_tokens - num_new - sum(line.transcript.num_tokens for line in self._lines))
-        if self.max_turns is not None and len(self._order) >= self.max_turns:
-            self.spent = FinishReason.MAX_TURNS
-        elif room < 1:
-            self.spent = FinishReason.MAX_TOKENS
-        if self.spent is not None:
+        out_of_turns = self.max_turns is not None and len(self._order) >= self.max_turns
+        self.spent = FinishReason.MAX_TURNS if out_of_turns else FinishReason.MAX_TOKENS if room < 1 else None
+        if self.spent is not None:  # a shorter call may still fit
             raise SpentError(f"the trajectory's budget is used up ({self.spent})")
         return room if wanted is None else min(room, wanted)
 
@@ -240,7 +264,7 @@ def _key(value: Any) -> str:
 
 
 def _message_key(message: ChatMessage) -> str:
-    """What counts for a message to be the same as before; of a reply it is the text, however it was taken apart."""
+    """What counts for a message to be the same as before; of a reply the text, and calls that are not in it."""
     if message["role"] == "assistant":
-        return _key({"role": "assistant", "text": message["content"]})
+        return _key({"text": message["content"], "calls": message.get("tool_calls") or []})
     return _key(dict(message))

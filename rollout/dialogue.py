@@ -67,7 +67,7 @@ class Dialogue:
         before = self._shown
         self._shown = shown = self._render(content, messages)
         fit, glue = self._compare(before, content, end, messages)
-        self._messages += [_assistant(content), *messages]
+        self._messages = [*self._messages, _assistant(content), *messages]
         return Continuation(fit, self._tokenizer.encode_observation(shown if glue is None else glue))
 
     def _compare(self, before: str, content: str, end: str, messages: Sequence[ChatMessage]) -> tuple[Fit, str | None]:

@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -22,11 +22,14 @@ from rollout.chat_api import (
     MODEL,
     Replies,
     Wanted,
+    before_stop,
     chat_chunks,
     chat_response,
     completion_response,
     read_messages,
+    read_tools,
     read_wanted,
+    reading,
     reply_message,
 )
 from rollout.clock import EpisodeClock
@@ -64,12 +67,14 @@ class Session:
 
     async def chat(self, messages: list[dict[str, Any]], tools: list[Any], wanted: Wanted) -> tuple[dict[str, Any], Reply]:
         """Answer a chat with a message."""
-        restored = [self.replies.restore(message) for message in messages]
+        with reading():
+            restored = [self.replies.restore(message) for message in messages]
         reply = await self.conversations.chat(restored, tools, max_new_tokens=wanted.max_new_tokens, stop=wanted.stop)
-        turn = self.parse(reply.text) if tools else ParsedTurn(reply.text)
+        shown = before_stop(reply.text, wanted.stop)
+        turn = replace(self.parse(reply.text), text=self.parse(shown).text) if tools else ParsedTurn(shown)
         if any(isinstance(call, str) for call in turn.calls):
             self.conversations.counts["malformed_calls"] += 1
-        message = reply_message(turn, reply.text)
+        message = reply_message(turn, shown)
         self.replies.remember(message, reply.text)
         return message, reply
 
@@ -128,8 +133,9 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session, body: Mapping[str, Any]) -> web.StreamResponse:
-            wanted = read_wanted(body)
-            message, reply = await session.chat(read_messages(body), body.get("tools") or [], wanted)
+            with reading():
+                wanted, messages, tools = read_wanted(body), read_messages(body), read_tools(body)
+            message, reply = await session.chat(messages, tools, wanted)
             response = chat_response(message, reply, wanted, session.token_text)
             if not wanted.stream:
                 return _json(response)
@@ -141,7 +147,8 @@ class Gateway:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session, body: Mapping[str, Any]) -> web.StreamResponse:
-            wanted, prompt = read_wanted(body), body.get("prompt")
+            with reading():
+                wanted, prompt = read_wanted(body), body.get("prompt")
             if not isinstance(prompt, str):
                 raise BadCallError(f"prompt is {prompt!r:.80}; give one text")
             calls = session.conversations
@@ -155,7 +162,8 @@ class Gateway:
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session, body: Mapping[str, Any]) -> web.StreamResponse:
-            messages, tools, wanted = read_message_request(body)
+            with reading():
+                messages, tools, wanted = read_message_request(body)
             message, reply = await session.chat(messages, tools, wanted)
             response = message_response(message, reply, wanted)
             if not wanted.stream:
@@ -190,7 +198,7 @@ class Gateway:
         key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         try:
             body = msgspec.json.decode(await request.read())
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return _error(400, f"the body is no JSON: {error}", "invalid_request_error")
         if not isinstance(body, dict):
             return _error(400, "the body must be a JSON object", "invalid_request_error")

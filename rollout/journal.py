@@ -1,7 +1,8 @@
 """What one running trajectory has sampled, put by in batches while it runs; and what an earlier owner has put by of it.
 
 Invariants: tokens are put by in order, each once; a turn's last tokens are put by only together with its end, so that
-nobody ever goes on behind an end; a trajectory that is led to another context than the earlier owner takes nothing from it.
+nobody ever goes on behind an end; a trajectory that is led to another context than the earlier owner takes nothing from it;
+what is put by of a turn is of the answers that the trajectory holds.
 
 Pure: no I/O, no clock. It does not know where batches go.
 """
@@ -71,10 +72,13 @@ class Journal:
         """Hear of the whole open turn once a request has ended.
 
         Args:
-            turn: all segments of the turn.
+            turn: all segments of the turn. If it lacks what was noted, the answer was refused after parts of it had come; as
+                some of them may be put by, nothing more is.
             reason: why the turn ended; None if it goes on.
         """
         self._held = None
+        if self._noted > sum(map(len, turn)):
+            self.close()
         for segment in _behind(turn, self._noted):
             self._keep(segment)
         if reason is not None:

@@ -9,23 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from laminar.types import FinishReason
-from rollout.chat_api import MODEL, Wanted, text_of
+from rollout.chat_api import MODEL, Wanted, checked_limit, checked_stop, read_tools, text_of
 from rollout.conversations import BadCallError, Reply
 
 
 def read_message_request(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Wanted]:
-    """Messages, tools and settings in OpenAI's format.
+    """Messages, tools and settings in OpenAI's format; to be called under `reading`.
 
     Raises:
-        BadCallError: malformed, or not text.
+        BadCallError: not text, or no limits.
     """
-    try:
-        return _read(body)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise BadCallError(f"the request is malformed: {type(error).__name__}: {error}") from error
-
-
-def _read(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Wanted]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadCallError("messages must be a list that is not empty")
@@ -38,10 +31,11 @@ def _read(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str,
             "type": "function",
             "function": {"name": t["name"], "description": t.get("description", ""), "parameters": t["input_schema"]},
         }
-        for t in body.get("tools") or ()
+        for t in read_tools(body)
     ]
-    stop = tuple(body.get("stop_sequences") or ())
-    return read, tools, Wanted(body.get("max_tokens"), stop, bool(body.get("stream")), False)
+    limit = checked_limit(body.get("max_tokens"))
+    stop = checked_stop(body.get("stop_sequences") or [], "stop_sequences")
+    return read, tools, Wanted(limit, stop, bool(body.get("stream")), False)
 
 
 def message_response(message: Mapping[str, Any], reply: Reply, wanted: Wanted) -> dict[str, Any]:
@@ -52,7 +46,7 @@ def message_response(message: Mapping[str, Any], reply: Reply, wanted: Wanted) -
         blocks.append(
             {"type": "tool_use", "id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
         )
-    stopped_by = next((text for text in wanted.stop if reply.text.endswith(text)), None)
+    stopped_by = next((text for text in wanted.stop if text in reply.text), None)
     reason = "max_tokens" if reply.finish_reason is FinishReason.LENGTH else "stop_sequence" if stopped_by else "end_turn"
     return {
         "id": f"msg_{uuid.uuid4().hex}",

@@ -42,7 +42,8 @@ class Player:
         journal: Journal | None = None,
     ) -> Trajectory:
         """Play one member to a reward or a failure; see `play_episode`."""
-        sampling, run_seed = sampling_for(self._config, purpose), self._config.run.seed
+        run_seed = self._config.run.seed
+        sampling = sampling_for(self._config, purpose, self.tokenizer.end_token_id)
         if self._make_environment is None:
             assert self._agent is not None
             return await self._agent.play(
@@ -87,9 +88,14 @@ def longest_for(config: LaminarConfig, purpose: Purpose) -> int:
     return longest_evaluation_tokens(config) if purpose is Purpose.EVALUATION else longest_row_tokens(config)
 
 
-def sampling_for(config: LaminarConfig, purpose: Purpose) -> SamplingParameters:
-    """How tokens are drawn for a purpose; the episode sets the seed. Evaluation has its own, without filters."""
+def sampling_for(config: LaminarConfig, purpose: Purpose, end_token_id: int | None = None) -> SamplingParameters:
+    """How tokens are drawn for a purpose; the episode sets the seed. Evaluation has its own, without filters.
+
+    The tokenizer's own end id ends an answer as well: chat templates write it, and engines know those of the model's config
+    only, which may be others (case D10).
+    """
     sampling = config.rollout.sampling
+    ends = {*sampling.stop_token_ids, *([] if end_token_id is None else [end_token_id])}
     evaluating = purpose is Purpose.EVALUATION
     temperature = config.eval.temperature if evaluating else sampling.temperature
     return SamplingParameters(
@@ -98,6 +104,6 @@ def sampling_for(config: LaminarConfig, purpose: Purpose) -> SamplingParameters:
         seed=0,
         top_p=1.0 if evaluating else sampling.top_p,
         top_k=-1 if evaluating else sampling.top_k,
-        stop_token_ids=tuple(sampling.stop_token_ids),
+        stop_token_ids=tuple(sorted(ends)),
         stop=tuple(sampling.stop),
     )

@@ -28,7 +28,6 @@ from rollout.engine_handle import EngineHandle, StartEngine, WeightSource
 from rollout.engines.client import BrokenAnswerError, EngineClient
 from rollout.generation import Generation, OnSegment
 from rollout.quarantine import Quarantine, RejectedWeightsError
-from rollout.streaming import as_segments
 from rollout.trial import Trial
 from rollout.verification import Check, Verdict, check_held, check_probe
 
@@ -203,12 +202,11 @@ class Replica:
         request_id: str,
         on_segment: OnSegment | None,
     ) -> Generation:
-        on_tokens, trial = None, self._trial
-        if on_segment is not None:
-            on_tokens = as_segments(trial.guard(on_segment), masked_heads=self._config.swap == "in_place")
+        trial = self._trial
+        hear = None if on_segment is None else trial.guard(on_segment)
         engine_id = self._requests[request_id].engine_id
         try:
-            generation = await client.generate(input_ids, sampling, engine_id, on_tokens)
+            generation = await client.generate(input_ids, sampling, engine_id, hear)
             self.asked_tokens += len(input_ids)
             self.cached_tokens += generation.cached_tokens
             return await trial.settle(generation)

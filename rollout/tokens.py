@@ -5,7 +5,6 @@ Chat messages go through the model's chat template, which writes its special tok
 alone and appended: what was sampled is never encoded again (`rollout.dialogue` finds out what is new).
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,7 +91,7 @@ class HuggingFaceTokenizer:
                     list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
                 )
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise ConfigError(f"the chat template of {self._name} refuses these messages: {error}") from error
 
     def _render_plain(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
@@ -206,22 +205,3 @@ def load_tokenizer(folder: str | Path) -> HuggingFaceTokenizer:
         raise ConfigError(
             f"no tokenizer could be loaded from {folder}: {first_line}; set model.path or model.tokenizer"
         ) from error
-
-
-def end_token_ids(model_folder: str | Path, tokenizer: HuggingFaceTokenizer) -> tuple[int, ...]:
-    """Every id that the model's folder or its tokenizer declares as an end, ascending (case D10: there may be several).
-
-    Raises:
-        ConfigError: a declaration is not an id or a list of ids.
-    """
-    declared = set() if tokenizer.end_token_id is None else {tokenizer.end_token_id}
-    for name in ("generation_config.json", "config.json"):
-        file = Path(model_folder) / name
-        if not file.is_file():
-            continue
-        value = json.loads(file.read_text("utf-8")).get("eos_token_id")
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(token_id, int) for token_id in ids):
-            raise ConfigError(f"{file}: eos_token_id is {value!r}, not a token id or a list of them")
-        declared.update(ids)
-    return tuple(sorted(declared))

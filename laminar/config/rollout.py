@@ -17,7 +17,7 @@ class SamplingConfig(Section):
     top_k: Literal[-1] | Annotated[int, Field(ge=1)] = -1
     """Number of candidates; -1 switches it off."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Token ids that end an answer, besides the model's own end ids."""
+    """Token ids that end an answer, besides the end ids of the model and of its tokenizer."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that end an answer, matched by the worker."""
 

@@ -21,11 +21,11 @@ import numpy as np
 
 from laminar.errors import DeadlineError, EngineError
 from laminar.types import FinishReason, Int32Array, SamplingParameters, WeightVersion
-from rollout.engines.answers import AnswerStream, OnTokens, read_answer, spans_of
+from rollout.engines.answers import AnswerStream, protocol_kept, read_answer, read_scores
 from rollout.engines.pinned_load import PinnedLoad
 from rollout.engines.weights_file import TensorForms, check_same_forms, read_forms
 from rollout.engines.wire import EngineLoad, PauseMode, RankReport
-from rollout.generation import Generation
+from rollout.generation import Generation, OnSegment
 
 REQUEST_ID_LENGTH = 32
 """All ids have one length: SGLang aborts by prefix, so a shorter id would take longer ones with it."""
@@ -100,7 +100,7 @@ class EngineClient:
         input_ids: Int32Array,
         sampling: SamplingParameters,
         request_id: str,
-        on_tokens: OnTokens | None = None,
+        on_segment: OnSegment | None = None,
     ) -> Generation:
         """Continue `input_ids` (T,) int32.
 
@@ -108,7 +108,7 @@ class EngineClient:
             input_ids: prompt and whatever was sampled or given after it.
             sampling: texts in `stop` are the caller's to match.
             request_id: 32 characters, for `abort`.
-            on_tokens: if given, the answer is streamed and this hears of every new part.
+            on_segment: if given, the answer is streamed and this hears of every new part.
 
         Raises:
             BrokenAnswerError: the engine broke off after the first part of a stream.
@@ -119,23 +119,31 @@ class EngineClient:
             raise EngineError(f"request id {request_id!r} must have {REQUEST_ID_LENGTH} characters (uuid4().hex)")
         if not await self._pass_gate(request_id):
             return Generation((), FinishReason.ABORT)
-        sent_under = self._version
-        content = self._request(input_ids, sampling, request_id, stream=on_tokens is not None)
-        stream = None if on_tokens is None else AnswerStream(on_tokens)
+        sent_under, masked_heads = self._version, self._swap == "in_place"
+        content = self._request(input_ids, sampling, request_id, stream=on_segment is not None)
+        stream = None
+        if on_segment is not None:
+            stream = AnswerStream(on_segment, masked_heads=masked_heads, sent_under=sent_under)
         try:
             async with self._exchange("POST", "/generate", content, self._request_seconds) as response:
-                answer = read_json(await response.read()) if stream is None else await self._read_stream(response, stream)
+                if stream is None:
+                    answer = read_json(await response.read())
+                else:
+                    await self._read_stream(response, stream)
         except EngineError as error:
             if stream is None or not stream.ids:
                 raise
-            received = read_answer(stream.broken_off(), masked_heads=self._swap == "in_place")
+            received = stream.broken_off()
             self._received_tokens += received.num_tokens
             raise BrokenAnswerError(str(error), received) from error
         except DeadlineError:
             with contextlib.suppress(EngineError, DeadlineError):  # the deadline is the news, not that nobody listens
                 await self.abort(request_id)
             raise
-        generation = read_answer(answer, masked_heads=self._swap == "in_place", sent_under=sent_under)
+        if stream is None:
+            generation = read_answer(answer, masked_heads=masked_heads, sent_under=sent_under)
+        else:
+            generation = stream.whole()
         self._received_tokens += generation.num_tokens
         return generation
 
@@ -181,23 +189,22 @@ class EngineClient:
             "extra_key": "" if self._version is None else str(self._version),
         }
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, stream: AnswerStream) -> dict[str, Any]:
-        """The whole answer of a stream; once its last part has come, the connection's end does not matter."""
+    async def _read_stream(self, response: aiohttp.ClientResponse, stream: AnswerStream) -> None:
+        """Read a stream to its end; once its last part has come, the connection's end does not matter."""
         try:
             async for line in response.content:
                 data = line.removeprefix(b"data: ").strip()
                 if not data or data == b"[DONE]":
                     continue
                 answer = read_json(data)
-                if "error" in answer:
-                    raise EngineError(f"{self.url}/generate: {answer['error'].get('message', answer['error'])}")
+                if isinstance(answer, dict) and "error" in answer:
+                    raise EngineError(f"{self.url}/generate: {error_text(data.decode())}")
                 stream.add(answer)
         except aiohttp.ClientError:
             if not stream.is_complete:
                 raise
         if not stream.is_complete:
             raise EngineError(f"{self.url}/generate: the stream ended before the answer did")
-        return stream.whole()
 
     async def abort(self, request_id: str) -> None:
         """End one request; its `generate` returns the partial answer (with SGLang not before the end of a pause)."""
@@ -254,7 +261,8 @@ class EngineClient:
         text = str(answer.get("weight_version"))
         if text == "unknown":
             raise EngineError(f"{self.url}: the engine's weights are unknown after a failed update; replace it")
-        return WeightVersion.parse(text)
+        with protocol_kept(answer):
+            return WeightVersion.parse(text)
 
     async def rank_reports(self) -> list[RankReport]:
         """What each rank of the engine holds, read back from its memory; empty if it cannot say.
@@ -267,7 +275,8 @@ class EngineClient:
         if not self._reads_back:
             return []
         answer = await self._control("GET", "/rank_reports", None)
-        return [RankReport(**report) for report in answer.get("ranks", [])]
+        with protocol_kept(answer):
+            return [RankReport(**report) for report in answer.get("ranks", [])]
 
     async def score(self, token_ids: Sequence[int]) -> tuple[WeightVersion, list[float]]:
         """What the engine makes of given tokens, not during a pause.
@@ -286,13 +295,7 @@ class EngineClient:
         content = self._request(np.asarray(token_ids, np.int32), sampling, uuid.uuid4().hex, stream=False)
         content |= {"logprob_start_len": 0}
         async with self._exchange("POST", "/generate", content, self._request_seconds) as response:
-            meta = (await response.json())["meta_info"]
-        scored = [triple[0] for triple in meta.get("input_token_logprobs") or []][1:]
-        if len(scored) != len(token_ids) - 1 or not all(isinstance(value, float) for value in scored):
-            raise EngineError(
-                f"{self.url}: {len(token_ids)} tokens to score, {len(scored)} log-probs or not all of them numbers"
-            )
-        return WeightVersion.parse(spans_of(meta, 1)[0]["version"]), scored
+            return read_scores(await response.json(), len(token_ids))
 
     async def loads(self) -> EngineLoad:
         """How busy the engine is (summed over its data-parallel ranks)."""
@@ -305,18 +308,19 @@ class EngineClient:
         def seconds(name: str) -> float:
             return sum(float(part.get(name, 0.0)) for part in parts)
 
-        # SGLang counts no tokens over its life; what came through this client is the next best
-        generated = total("num_generated_tokens") or self._received_tokens
-        return EngineLoad(
-            total("num_running_reqs"),
-            total("num_waiting_reqs") + len(self._held),
-            total("num_used_tokens"),
-            total("max_total_num_tokens"),
-            generated,
-            num_retractions=total("num_retracted_reqs"),
-            prefill_seconds=seconds("prefill_seconds"),
-            decode_seconds=seconds("decode_seconds"),
-        )
+        with protocol_kept(answer):
+            # SGLang counts no tokens over its life; what came through this client is the next best
+            generated = total("num_generated_tokens") or self._received_tokens
+            return EngineLoad(
+                total("num_running_reqs"),
+                total("num_waiting_reqs") + len(self._held),
+                total("num_used_tokens"),
+                total("max_total_num_tokens"),
+                generated,
+                num_retractions=total("num_retracted_reqs"),
+                prefill_seconds=seconds("prefill_seconds"),
+                decode_seconds=seconds("decode_seconds"),
+            )
 
     async def health(self) -> None:
         """Return if the engine is well.
@@ -329,7 +333,7 @@ class EngineClient:
     async def _control(self, method: str, path: str, content: dict[str, Any] | None) -> dict[str, Any]:
         async with self._exchange(method, path, content, self._control_seconds) as response:
             text = await response.text()
-        return json.loads(text) if text.startswith("{") else {}
+            return json.loads(text) if text.startswith("{") else {}
 
     @contextlib.asynccontextmanager
     async def _bounded(self, seconds: float) -> AsyncIterator[None]:

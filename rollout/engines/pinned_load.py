@@ -64,8 +64,9 @@ class PinnedLoad:
             EngineError: naming the first one that has not.
         """
         for report in self.reports():
+            problem = report.problem or f"it says it holds {report.version or 'no version'}; replace the engine"
             if report.version != str(version) or report.problem:
-                raise EngineError(f"rank {report.rank} of {self.num_ranks} did not load {version}: {report.problem}")
+                raise EngineError(f"rank {report.rank} of {self.num_ranks} did not load {version}: {problem}")
 
     def _read(self, rank: int) -> RankReport:
         try:

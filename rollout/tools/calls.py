@@ -120,9 +120,11 @@ def _from_syntax(element: ast.expr) -> Call | str:
     if element.args or any(keyword.arg is None for keyword in element.keywords):
         return f"{element.func.id}: arguments must be given by name"
     try:
-        return _whole(Call(element.func.id, {str(word.arg): ast.literal_eval(word.value) for word in element.keywords}))
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in element.keywords}
+        json.dumps(arguments)
     except (ValueError, TypeError, RecursionError, MemoryError):
-        return f"{element.func.id}: arguments must be literals"
+        return f"{element.func.id}: arguments must be literals that JSON can hold"
+    return _whole(Call(element.func.id, arguments))
 
 
 def _whole(call: Call) -> Call | str:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from laminar.config.section import Section
-from laminar.errors import DeadlineError
+from laminar.errors import ConfigError, DeadlineError
 from laminar.types import FailureKind
 from rollout.boundary import EpisodeError
 from rollout.tools.base import Tool, ToolError
@@ -49,7 +49,12 @@ class Mcp:
         self._leave = asyncio.Event()
 
     async def open(self) -> Sequence[Tool]:
-        """Start, and ask for the tools."""
+        """Start, and ask for the tools.
+
+        Raises:
+            ConfigError: `only` names a tool that the server does not have.
+            DeadlineError: the server did not start in time.
+        """
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(ready))  # the SDK wants to be left by the task that entered it
         done, _ = await asyncio.wait({ready, self._task}, timeout=self._options.start_seconds, return_when="FIRST_COMPLETED")
@@ -57,9 +62,11 @@ class Mcp:
             raise DeadlineError("an MCP server to start", self._options.start_seconds)
         if not ready.done():
             await self._task
-        listed = await ready
-        names = self._options.only
-        return [self._tool(tool) for tool in listed.tools if not names or tool.name in names]
+        tools = {tool.name: tool for tool in await ready}
+        for name in self._options.only:
+            if name not in tools:
+                raise ConfigError(f"the MCP server has no tool {name!r}, only {', '.join(tools)}; correct `only`")
+        return [self._tool(tools[name]) for name in self._options.only or tools]
 
     async def close(self) -> None:
         """End the connection, and the program."""
@@ -75,7 +82,7 @@ class Mcp:
         async with self._streams() as (read, write), ClientSession(read, write) as session:
             await session.initialize()
             self._session = session
-            ready.set_result(await session.list_tools())
+            ready.set_result(await _list_tools(session))
             await self._leave.wait()
 
     @asynccontextmanager
@@ -112,10 +119,35 @@ class Mcp:
         try:
             result = await self._session.call_tool(name, dict(arguments))
         except MCPError as error:
-            if self._task.done() or "closed" in str(error).lower():
+            if self._task.done() or await self._is_lost(error):
                 raise EpisodeError(FailureKind.TOOL, f"the MCP server failed: {error}") from error
             raise ToolError(str(error)) from error
         text = "\n".join(part.text for part in result.content if getattr(part, "text", None) is not None)
         if result.is_error:
             raise ToolError(text)
         return text
+
+    async def _is_lost(self, error: Any) -> bool:
+        """Whether an error tells of a closed connection; servers use its code for errors of their own, so they are asked."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        if error.code != CONNECTION_CLOSED:
+            return False
+        try:
+            await self._session.send_ping()
+        except MCPError as answer:
+            return bool(answer.code == CONNECTION_CLOSED)
+        return False
+
+
+async def _list_tools(session: Any) -> list[Any]:
+    """All tools, page by page."""
+    from mcp.types import PaginatedRequestParams
+
+    page = await session.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor:
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
+        tools += page.tools
+    return tools

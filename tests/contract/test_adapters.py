@@ -210,6 +210,69 @@ async def test_a_whole_episode_with_an_mcp_server_opens_and_closes_it(tmp_path):
     assert seen[0].startswith("tools: add\n")
 
 
+PAGES = """
+import json, sys
+
+def say(request, **answer):
+    print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **answer}), flush=True)
+
+def tool(name):
+    return {"name": name, "description": name, "inputSchema": {"type": "object", "properties": {}}}
+
+for line in sys.stdin:
+    request = json.loads(line)
+    parameters = request.get("params") or {}
+    if "id" not in request:
+        continue
+    if request["method"] == "initialize":
+        about = {"capabilities": {"tools": {}}, "serverInfo": {"name": "pages", "version": "1"}}
+        say(request, result={"protocolVersion": parameters["protocolVersion"], **about})
+    elif request["method"] == "tools/list":
+        page = {"tools": [tool("second")]} if "cursor" in parameters else {"tools": [tool("first")], "nextCursor": "2"}
+        say(request, result=page)
+    elif request["method"] == "tools/call":
+        say(request, error={"code": -32000, "message": "issue 7 is already closed"})
+    else:
+        say(request, error={"code": -32601, "message": "there is no such method"})
+"""
+
+
+@pytest.fixture
+async def paged(tmp_path):
+    """Opens a box with a server that tells its tools in two pages, and calls every issue closed."""
+    file = tmp_path / "pages.py"
+    file.write_text(PAGES)
+    boxes = []
+
+    async def open_box(**options):
+        source = SimpleNamespace(kind="mcp", options={"command": [sys.executable, str(file)], **options})
+        boxes.append(Toolbox([source], 30.0, 4000))
+        await boxes[-1].open()
+        return boxes[-1]
+
+    yield open_box
+    for box in boxes:
+        await box.close()
+
+
+@pytest.mark.slow
+async def test_all_pages_of_an_mcp_servers_tools_are_offered(paged):
+    assert list((await paged()).tools) == ["first", "second"]
+    assert list((await paged(only=["second"])).tools) == ["second"]
+
+
+@pytest.mark.slow
+async def test_a_tool_that_an_mcp_server_does_not_have_is_refused_by_name(paged):
+    with pytest.raises(ConfigError, match="no tool 'typo', only first, second"):
+        await paged(only=["first", "typo"])
+
+
+@pytest.mark.slow
+async def test_an_mcp_tools_error_that_speaks_of_closing_is_told_to_the_policy(paged):
+    answer = await (await paged()).answer(Call("first", {}))
+    assert (answer.text, answer.is_result) == ("error: issue 7 is already closed", False)
+
+
 def test_an_mcp_server_is_a_program_or_an_address():
     with pytest.raises(ValueError, match="either `command` or `url`"):
         Mcp.Options()

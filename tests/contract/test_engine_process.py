@@ -12,7 +12,7 @@ import pytest
 
 from laminar.errors import ConfigError, DeadlineError, EngineError
 from laminar.types import FinishReason, WeightVersion
-from rollout.engines.answers import read_answer
+from rollout.engines.answers import AnswerStream, read_answer, read_scores
 from rollout.engines.client import EngineClient
 from rollout.engines.launch import SGLANG_LAUNCH, EngineLaunch, sglang_command
 from rollout.engines.process import EngineProcess
@@ -186,3 +186,57 @@ def test_an_abort_in_the_queue_without_counts_is_an_empty_answer():
 def test_an_answer_that_does_not_add_up_is_an_error_never_padded(wrong, message):
     with pytest.raises(EngineError, match=message):
         read_answer(wrong, masked_heads=False)
+
+
+def streamed(part):
+    stream = AnswerStream(lambda _: None, masked_heads=False)
+    stream.add(part)
+    return stream.whole()
+
+
+MALFORMED = {
+    "text only": {"text": "hi", "meta_info": answer([11], [-0.1])["meta_info"]},
+    "no meta": {"output_ids": [11]},
+    "a list": [answer([11], [-0.1])],
+    "nothing": None,
+    "an unknown end": answer([11], [-0.1], finish_reason={"type": "error"}),
+    "an end that is not an engine's": answer([11], [-0.1], finish_reason={"type": "wall_time"}),
+    "no version": answer([11], [-0.1], weight_version=None),
+    "an odd version": answer([11], [-0.1], weight_version="default"),
+    "pairs without ids": answer([11], [-0.1], output_token_logprobs=[[-0.1]]),
+    "a huge id": answer([2**40], [-0.1]),
+    "a negative id": answer([-1], [-0.1]),
+    "half an id": answer([5.5], [-0.1]),
+    "a probability above 1": answer([11], [0.5]),
+    "cached tokens in words": answer([11], [-0.1], cached_tokens="few"),
+}
+
+
+@pytest.mark.parametrize("wrong", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_answer_is_an_engine_error_whole_or_streamed(wrong):
+    with pytest.raises(EngineError, match=r"malformed .*protocol"):
+        read_answer(wrong, masked_heads=False)
+    with pytest.raises(EngineError, match=r"malformed .*protocol"):
+        streamed(wrong)
+
+
+def test_scores_without_a_version_or_log_probs_are_an_engine_error():
+    for wrong in ({}, {"meta_info": {}}, {"meta_info": {"input_token_logprobs": [[None], [-0.5]]}}):
+        with pytest.raises(EngineError):
+            read_scores(wrong, 2)
+
+
+def test_a_stream_marks_the_same_tokens_as_a_whole_answer_does():
+    """Also the first token, if other weights answer than those at sending."""
+    spans = [{"version": "0.3", "start": 0, "end": 2}, {"version": "0.4", "start": 2, "end": 4}]
+    parts = [
+        answer([11], [-0.1], completion_tokens=1, weight_versions=[{"version": "0.3", "start": 0, "end": 1}]),
+        answer([12, 13, 14], [-0.2, -0.3, -0.4], completion_tokens=4, weight_versions=spans),
+    ]
+    heard = []
+    stream = AnswerStream(heard.append, masked_heads=True, sent_under=WeightVersion(0, 2))
+    for part in parts:
+        stream.add(part)
+    assert [(len(s), s.version.number, s.masked_head_tokens) for s in heard] == [(1, 3, 1), (1, 3, 0), (2, 4, 1)]
+    for generation in (stream.whole(), stream.broken_off()):
+        assert [(len(s), s.version.number, s.masked_head_tokens) for s in generation.segments] == [(2, 3, 1), (2, 4, 1)]

@@ -211,12 +211,12 @@ async def test_many_requests_at_once_are_all_answered_and_siblings_share_their_p
 async def test_a_streamed_answer_is_the_same_and_comes_in_parts(client):
     parts = []
     whole = await client.generate(PROMPT, sampling(9, temperature=0.0), new_id())
-    streamed = await client.generate(PROMPT, sampling(9, temperature=0.0), new_id(), lambda *part: parts.append(part))
+    streamed = await client.generate(PROMPT, sampling(9, temperature=0.0), new_id(), parts.append)
     assert streamed.token_ids().tolist() == whole.token_ids().tolist()
     assert streamed.segments[0].logprobs == pytest.approx(whole.segments[0].logprobs, abs=1e-5)
-    assert [token for ids, _, _ in parts for token in ids] == whole.token_ids().tolist()
+    assert [token for part in parts for token in part.token_ids] == whole.token_ids().tolist()
     assert len(parts) > 1
-    assert {version for _, _, version in parts} == {V0}
+    assert {part.version for part in parts} == {V0}
 
 
 async def test_stop_ids_of_the_request_and_of_the_model_end_an_answer(client):

@@ -29,10 +29,21 @@ async def play(monkeypatch):
     """Plays one trajectory with an agent; `gateway` is the server of the last one."""
     players = []
 
-    async def run(agent, *script, scorer=NO_REWARDS, wall_seconds=30.0, command=(), max_new_tokens=1000, **settings):
+    async def run(
+        agent,
+        *script,
+        scorer=NO_REWARDS,
+        wall_seconds=30.0,
+        command=(),
+        max_new_tokens=1000,
+        call_format="hermes",
+        tokenizer=CodePointTokenizer,
+        **settings,
+    ):
         monkeypatch.setitem(sys.modules, "agent_of_the_test", SimpleNamespace(solve=agent))
-        options = Agent.Options(command=list(command)) if command else Agent.Options(run="agent_of_the_test:solve")
-        player = AgentPlayer(options, CodePointTokenizer(), scorer, wall_seconds, **settings)
+        run = {"command": list(command)} if command else {"run": "agent_of_the_test:solve"}
+        options = Agent.Options(call_format=call_format, **run)
+        player = AgentPlayer(options, tokenizer(), scorer, wall_seconds, **settings)
         players.append(player)
         engine = ScriptedEngine(script)
         trajectory = await player.play(
@@ -173,6 +184,16 @@ async def test_a_reward_may_be_posted_or_computed_or_both(play):
     assert (trajectory.reward, trajectory.reward_terms) == (1.25, {"right": 1.0, "agent": 0.25})
 
 
+async def test_a_returned_number_takes_the_place_of_a_posted_one(play):
+    async def agent(task):
+        await post(task, "/chat/completions", {"messages": question(task)})
+        await post(task, "/reward", {"terms": {"agent": 0.5, "style": 0.125}})
+        return 0.25
+
+    trajectory, _ = await play(agent, "5")
+    assert (trajectory.reward, trajectory.reward_terms) == (0.375, {"agent": 0.25, "style": 0.125})
+
+
 async def test_no_reward_and_no_call_are_user_bugs(play):
     async def silent(task):
         return 1.0
@@ -190,6 +211,75 @@ async def test_no_reward_and_no_call_are_user_bugs(play):
         assert text in trajectory.failure.text
 
 
+# ---- what a reply shows
+
+
+STOPPED = "Action: look\nObservation:"
+
+
+@pytest.mark.parametrize(
+    ("path", "stop", "read"),
+    [
+        ("/chat/completions", "stop", lambda body: body["choices"][0]["message"]["content"]),
+        ("/messages", "stop_sequences", lambda body: body["content"][0]["text"]),
+    ],
+)
+async def test_a_reply_is_shown_without_its_stop_text_and_its_chain_goes_on_behind_it(play, path, stop, read):
+    async def agent(task):
+        wanted = {"messages": question(task), "max_tokens": 100, stop: ["\nObservation:"]}
+        _, body = await post(task, path, wanted)
+        assert read(body) == "Action: look"
+        assert body.get("stop_sequence", "\nObservation:") == "\nObservation:"
+        messages = [*question(task), {"role": "assistant", "content": read(body)}, {"role": "user", "content": "rain"}]
+        await post(task, path, wanted | {"messages": messages})
+        return 1.0
+
+    trajectory, seen = await play(agent, STOPPED + " sun", "ok")
+    assert texts(trajectory) == [f"user: 2 + 3?\nassistant: {STOPPED}\nuser: rain\nassistant: ok"]
+    assert seen[1] + "ok" == texts(trajectory)[0]
+    assert trajectory.num_sampled_tokens == len(STOPPED + "ok")
+
+
+async def test_raw_text_is_shown_without_its_stop_text_and_goes_on_where_the_agent_writes_it(play):
+    async def agent(task):
+        wanted = {"prompt": "Q: ", "stop": "\nObservation:"}
+        _, body = await post(task, "/completions", wanted)
+        assert body["choices"][0]["text"] == "Action: look"
+        await post(task, "/completions", wanted | {"prompt": "Q: " + STOPPED + " rain\n"})
+        return 1.0
+
+    trajectory, _ = await play(agent, STOPPED + " sun", "ok")
+    assert texts(trajectory) == [f"Q: {STOPPED} rain\nok"]
+
+
+async def test_a_call_is_read_to_its_end_also_if_that_is_the_stop_text(play):
+    async def agent(task):
+        wanted = {"messages": question(task), "tools": [TOOL], "stop": "</tool_call>"}
+        _, body = await post(task, "/chat/completions", wanted)
+        message = body["choices"][0]["message"]
+        assert (message["content"], message["tool_calls"][0]["function"]["name"]) == ("I add.", "add")
+        return 1.0
+
+    trajectory, _ = await play(agent, "I add." + write_call("add", {"a": 1}))
+    assert trajectory.counts == {}
+
+
+async def test_a_stream_of_a_chat_brings_the_logprobs(play):
+    async def agent(task):
+        wanted = {"messages": question(task), "logprobs": True, "stream": True}
+        async with (
+            aiohttp.ClientSession(headers={"x-api-key": task.api_key}) as session,
+            session.post(task.base_url + "/chat/completions", json=wanted) as response,
+        ):
+            lines = [line[6:] async for line in response.content if line.startswith(b"data: {")]
+        logprobs = [json.loads(line)["choices"][0]["logprobs"] for line in lines]
+        assert [each["logprob"] for found in logprobs if found for each in found["content"]] == [-1.0, -1.0]
+        return 1.0
+
+    trajectory, _ = await play(agent, "AB")
+    assert trajectory.reward == 1.0
+
+
 # ---- what goes wrong
 
 
@@ -203,6 +293,23 @@ async def test_a_failing_engine_is_to_blame_not_the_agent_that_fails_with_it(pla
     trajectory, seen = await play(agent, EngineError("it died"))
     assert trajectory.failure.kind is FailureKind.ENGINE
     assert len(seen) == 1
+
+
+async def test_a_template_that_drifts_is_a_failure_if_it_is_held_to_be_strict_whatever_the_agent_makes_of_it(play):
+    class Trims(CodePointTokenizer):
+        def render(self, messages, tools=()):
+            return "".join(f"{m['role']}: {m['content'].strip()}\n" for m in messages) + "assistant: "
+
+    async def agent(task):
+        _, body = await post(task, "/chat/completions", {"messages": question(task)})
+        messages = [*question(task), body["choices"][0]["message"], {"role": "user", "content": "sure?"}]
+        status, _ = await post(task, "/chat/completions", {"messages": messages})
+        assert status == 400
+        return 0.0
+
+    trajectory, _ = await play(agent, "A ", "B", tokenizer=Trims, strict_template=True)
+    assert trajectory.failure.kind is FailureKind.ENVIRONMENT
+    assert "strict_template" in trajectory.failure.text
 
 
 async def test_an_agent_that_raises_or_hangs_fails_in_time(play):
@@ -252,12 +359,38 @@ async def test_a_spent_budget_without_any_reward_says_what_to_catch(play):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text only"),
         ({"messages": [{"role": "user", "content": "x"}], "n": 2}, "ask once for each"),
         ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, "1 or more"),
+        ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}, "1 or more"),
+        ({"messages": [{"role": "user", "content": "x"}], "stop": 5}, "stop is 5; give a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "has no text"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": 5}, "tools is 5; give a list"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": ["a"]}]}, "tool_calls is ['a']; give a list"),
         ([], "JSON object"),
     ],
 )
 async def test_a_call_that_cannot_be_answered_says_why(play, body, text):
+    await refused(play, "/chat/completions", body, text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0; give"),
+        ({"max_tokens": "5"}, "max_tokens is '5'; give"),
+        ({"stop_sequences": [""]}, "stop_sequences is ['']; give"),
+        ({"stop_sequences": "xD"}, "stop_sequences is 'xD'; give"),
+        ({"stop_sequences": [5]}, "stop_sequences is [5]; give"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "has no text"),
+        ({"messages": [{"role": "user"}]}, "malformed"),
+        ({"tools": [{"name": "add"}]}, "malformed"),
+    ],
+)
+async def test_a_call_in_anthropics_format_that_cannot_be_answered_says_why(play, changed, text):
+    await refused(play, "/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9} | changed, text)
+
+
+async def refused(play, path, body, text):
     async def agent(task):
-        status, answer = await post(task, "/chat/completions", body)
+        status, answer = await post(task, path, body)
         assert status == 400
         assert text in answer["error"]["message"]
         await post(task, "/chat/completions", {"messages": question(task)})
@@ -290,6 +423,34 @@ async def test_a_malformed_call_of_a_tool_is_told_as_text_and_counted(play):
 
     trajectory, _ = await play(agent, "<tool_call>{</tool_call>")
     assert trajectory.counts == {"malformed_calls": 1}
+
+
+@pytest.mark.parametrize("value", ["b'x'", "{1, 2}", "1j", "...", "{(1, 2): 3}"])
+async def test_a_call_with_what_json_cannot_hold_is_a_malformed_call(play, value):
+    async def agent(task):
+        status, body = await post(task, "/chat/completions", {"messages": question(task), "tools": [TOOL]})
+        assert (status, body["choices"][0]["message"]["content"]) == (200, f"[add(a={value})]")
+        return 0.0
+
+    trajectory, _ = await play(agent, f"[add(a={value})]", call_format="pythonic")
+    assert trajectory.counts == {"malformed_calls": 1}
+
+
+@pytest.mark.parametrize(("arguments", "num_chains"), [('{"b":2,"a":1.0}', 1), ('{"a": 777, "b": 2}', 2)])
+async def test_a_call_that_the_agent_edits_begins_a_chain_and_one_that_it_writes_otherwise_does_not(
+    play, arguments, num_chains
+):
+    async def agent(task):
+        wanted = {"messages": question(task), "tools": [TOOL]}
+        _, body = await post(task, "/chat/completions", wanted)
+        message = body["choices"][0]["message"]
+        message["tool_calls"][0]["function"]["arguments"] = arguments
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "r"}
+        await post(task, "/chat/completions", {**wanted, "messages": [*question(task), message, result]})
+        return 0.0
+
+    trajectory, _ = await play(agent, write_call("add", {"a": 1, "b": 2}), "ok")
+    assert len(trajectory.chains) == num_chains
 
 
 async def test_half_of_a_character_in_a_call_is_a_malformed_call(play):

@@ -141,3 +141,60 @@ async def test_an_empty_prompt_is_refused():
     calls, _ = conversations("a")
     with pytest.raises(BadCallError, match="empty"):
         await calls.complete("")
+
+
+async def test_raw_text_continues_the_longest_beginning_that_was_sampled():
+    for replies in (["4", "42", "!"], ["42", "4", "!"]):
+        calls, _ = conversations(*replies)
+        for prompt in ("Q", "Q", "Q42 and"):
+            await calls.complete(prompt)
+        assert sorted(texts(calls)) == ["Q[42] and[!]", "Q[4]"]
+
+
+async def test_raw_text_asked_again_begins_anew_also_after_an_empty_reply():
+    class Ends(CodePointTokenizer):
+        def decode(self, token_ids, *, keep_special=False):
+            text = super().decode(token_ids)
+            return text if keep_special else text.replace("$", "")
+
+    engine = ScriptedEngine(["$", "answer$", "more$", "longer$"])
+    calls = Conversations(engine, Ends(), SamplingParameters(1.0, 100, 7))
+    for prompt in ("Q", "Q", "Qanswer", "Q?"):
+        await calls.complete(prompt)
+    assert seen(engine) == ["Q", "Q", "Qanswer", "Q?"]
+
+
+async def test_a_call_that_was_not_the_policys_own_counts_as_history():
+    def called(argument):
+        function = {"name": "f", "arguments": {"x": argument}}
+        return {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+
+    for argument, num_chains in ((1, 1), (2, 2)):
+        calls, _ = conversations("A", "B")
+        await calls.chat([user("1"), called(1)])
+        await calls.chat([user("1"), called(argument), said("A"), user("2")])
+        assert len(calls.chains()) == num_chains
+
+
+async def test_a_call_that_is_too_long_leaves_room_for_a_shorter_one():
+    calls, _ = conversations("A", max_tokens=60)
+    with pytest.raises(SpentError):
+        await calls.chat([user("x" * 60)])
+    assert calls.spent is FinishReason.MAX_TOKENS
+    assert (await calls.chat([user("short")])).text == "A"
+    assert calls.spent is None
+
+
+async def test_behind_a_call_that_is_too_long_a_shorter_one_continues_the_same_chain():
+    calls, _ = conversations("A", "B", max_tokens=50)
+    await calls.chat([user("1")])
+    with pytest.raises(SpentError):
+        await calls.chat([user("1"), said("A"), user("2" * 50)])
+    await calls.chat([user("1"), said("A"), user("2")])
+    assert texts(calls) == ["user: 1\nassistant: [A]\nuser: 2\nassistant: [B]"]
+    calls, _ = conversations("A", "B", max_tokens=20)
+    await calls.complete("a ")
+    with pytest.raises(SpentError):
+        await calls.complete("a A" + "2" * 20)
+    await calls.complete("a A2")
+    assert texts(calls) == ["a [A]2[B]"]

@@ -235,3 +235,22 @@ async def test_an_engine_that_fails_before_a_token_is_a_failure_and_one_that_fai
     assert trajectory.chains[0].token_ids()[2:].tolist() == [1, 2, ord("c")]
     for_ever = ScriptedEngine([Generation((part([1, 2]),), FinishReason.ABORT)] + [EngineError("gone")] * 14)
     assert "13 times in a row without a new token: gone" in (await play(for_ever, journal(Store()))).failure.text
+
+
+async def test_an_answer_that_is_refused_after_parts_of_it_were_put_by_is_never_mixed_with_the_next_one():
+    class Breaking(ScriptedEngine):
+        async def generate(self, input_ids, sampling, request_id, on_segment=None):
+            if len(self.requests) == 1:
+                for token in (21, 22, 23):
+                    on_segment(part([token]))
+            return await super().generate(input_ids, sampling, request_id, on_segment)
+
+    aborted = Generation((part([11]),), FinishReason.ABORT)
+    engine = Breaking(
+        [aborted, EngineError("a log-prob is not finite"), Generation((part([31, 32, 33, 34], 1),), FinishReason.STOP)]
+    )
+    store = Store()
+    trajectory = await play(engine, journal(store, batch_tokens=1))
+    assert trajectory.chains[0].token_ids()[2:].tolist() == [11, 31, 32, 33, 34]
+    assert store.ids() == [11, 21, 22]  # of one answer; the heir of it asks for the rest
+    assert store.turns[-1].finish_reason is None

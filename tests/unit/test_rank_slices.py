@@ -184,6 +184,15 @@ def test_a_rank_that_fails_is_named_and_no_success_is_told(machine):
         ranks.load.check(TWO)
 
 
+def test_a_rank_that_answers_late_for_an_earlier_version_is_named_with_it(tmp_path):
+    load = PinnedLoad(tmp_path / "request.json", 2)
+    load.ask(tmp_path, THREE)
+    write_receipt(load.request, str(THREE), 0, lambda: "x")
+    write_receipt(load.request, str(TWO), 1, lambda: "y")
+    with pytest.raises(EngineError, match=r"rank 1 of 2 did not load 0\.3: it says it holds 0\.2"):
+        load.check(THREE)
+
+
 def test_a_rank_that_never_answered_is_named(machine):
     """Cases D15 (d): the receipt of an earlier version does not count."""
     store, publisher, ranks = machine

@@ -1,14 +1,16 @@
-import json
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
-from laminar.types import Message, Prompt
+from laminar.types import ClaimedGroup, FinishReason, Message, Prompt, Purpose, WeightVersion, sampled
+from rollout.generation import Generation
+from rollout.player import Player
+from rollout.scripted import ScriptedEngine
 from rollout.tiny import CHARACTERS, VOCABULARY, make_model
-from rollout.tokens import HuggingFaceTokenizer, end_token_ids, load_tokenizer
+from rollout.tokens import HuggingFaceTokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +108,15 @@ def test_a_folder_without_a_tokenizer_is_named_in_one_sentence(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_every_declared_end_id_counts(tiny, tmp_path):
-    # Case D10: the generation config, the config and the tokenizer may each declare others.
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [21, 20]}))
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 22}))
-    assert end_token_ids(tmp_path, tiny) == (VOCABULARY["<end>"], 20, 21, 22)
-
-
-def test_a_malformed_end_id_is_refused(tiny, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        end_token_ids(tmp_path, tiny)
+async def test_the_tokenizers_own_end_id_ends_an_answer_too(tiny_folder):
+    """Case D10: the config and the tokenizer may declare different ones; engines read the config."""
+    config = LaminarConfig.model_validate(
+        {"model": {"path": str(tiny_folder)}, "rollout": {"sampling": {"stop_token_ids": [40]}}, "data": {"path": "data"}}
+    )
+    engine = ScriptedEngine([Generation((sampled([5], [-1.0], WeightVersion(0, 0)),), FinishReason.STOP)])
+    group = ClaimedGroup("00000001", 1, Prompt("p", "1", {"answer": "1"}), (0,), 0)
+    await Player(config, worker="w").play(engine, group, 0, 0, Purpose.TRAIN)
+    assert engine.requests[0].sampling.stop_token_ids == (VOCABULARY["<end>"], 40)
 
 
 def test_a_tokenizer_with_methods_of_its_own_is_asked_through_them():
