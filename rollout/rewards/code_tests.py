@@ -17,7 +17,7 @@ from laminar.types import FailureKind, Prompt
 from rollout.boundary import EpisodeError
 from rollout.rewards.base import RewardContext
 from rollout.sandbox.containers import Container, shared_pool
-from rollout.sandbox.run import Limits, Outcome, Program, python_program, run
+from rollout.sandbox.run import GRACE_SECONDS, Limits, Outcome, Program, python_program, run
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
 _PYTHON_TAGS = ("python", "python3", "py", "py3")
@@ -58,7 +58,7 @@ class CodeTests:
     def extra_seconds(self, context: RewardContext) -> float:
         """As long as all tests may take by their own limits: a slow program has failed, the verifier has not."""
         tests = context.prompt.fields.get(self._options.tests_field)
-        return len(tests) * self._options.limits.wall_seconds if isinstance(tests, list) else 0.0
+        return len(tests) * (self._options.limits.wall_seconds + GRACE_SECONDS) if isinstance(tests, list) else 0.0
 
     async def score(self, context: RewardContext) -> float:
         """Between 0.0 and 1.0."""

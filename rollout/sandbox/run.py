@@ -33,7 +33,7 @@ from rollout.boundary import EpisodeError
 logger = logging.getLogger("laminar.rollout.sandbox")
 
 _JAIL = Path(__file__).with_name("jail.py")
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
 """How long the jail may take beyond the program's wall time, to start, to kill and to tell."""
 
 
@@ -215,11 +215,11 @@ async def _attend(process: asyncio.subprocess.Process, told: int, text: bytes, l
     ended = asyncio.create_task(process.wait())
     try:
         await asyncio.wait(
-            {ended, overflowed}, timeout=limits.wall_seconds + _GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            {ended, overflowed}, timeout=limits.wall_seconds + GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         if overflow.is_set() or not ended.done():
             await _end(process)
-        read, _ = await asyncio.wait(streams, timeout=_GRACE_SECONDS)  # an orphan may hold a pipe if the jail was killed
+        read, _ = await asyncio.wait(streams, timeout=GRACE_SECONDS)  # an orphan may hold a pipe if the jail was killed
         output, errors = [s.result().decode("utf-8", "replace") if s in read else "" for s in streams]
     finally:
         for task in (*streams, overflowed, ended):
@@ -274,7 +274,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     process.stdin.close()
     if process.returncode is None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GRACE_SECONDS):
+            async with asyncio.timeout(GRACE_SECONDS):
                 await process.wait()
     if process.returncode is None:
         process.kill()
