@@ -1,7 +1,7 @@
 """Trajectory records in a run's folder: compressed JSON lines, found by what they are about.
 
     trajectories/WORKER-NNNNN.jsonl.gz   gzip members, appended; each holds whole lines
-    trajectories/steps.jsonl             which groups each step trained
+    trajectories/steps.jsonl             which groups each step trained, and how many members each had
 
 Invariants: a file is only ever appended to, or deleted whole; a torn member or line is passed over, and costs none after it.
 Written by workers (`rollout.trajectory_log`) and the observer; this module reads them, and writes the steps.
@@ -11,7 +11,7 @@ import contextlib
 import json
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -186,9 +186,9 @@ def summarize(record: Record, file: str, member: int, line: int) -> Summary:
     )
 
 
-def append_step(folder: Path, step: int, group_ids: Sequence[str], max_bytes: int = MAX_STEPS_BYTES) -> None:
-    """Note which groups a step trained; the older half goes when the file has grown too large."""
+def append_step(folder: Path, step: int, groups: Mapping[str, int], max_bytes: int = MAX_STEPS_BYTES) -> None:
+    """Note which groups a step trained, and of how many members; the older half goes when the file has grown too large."""
     path = folder / STEPS
-    if append_line(path, {"format_version": FORMAT_VERSION, "step": step, "groups": list(group_ids)}) > max_bytes:
+    if append_line(path, {"format_version": FORMAT_VERSION, "step": step, "groups": dict(groups)}) > max_bytes:
         lines = path.read_bytes().splitlines(keepends=True)
         replace_file(path, b"".join(lines[len(lines) // 2 :]))

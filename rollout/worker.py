@@ -232,8 +232,8 @@ class RolloutWorker:
                 if played.failure is None:
                     self._counts.note_failure(trajectory)
                     self._counts.end(trajectory)
-                if self._log:
-                    self._log.add(trajectory)
+                if self._log and (trajectory.failure is not None or outcome is SubmitOutcome.ACCEPTED):
+                    self._log.add(trajectory)  # what was refused, or is a duplicate, would be taken for what was trained
                 if outcome is not SubmitOutcome.REPLAY:
                     break
         except asyncio.CancelledError:

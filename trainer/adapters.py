@@ -42,7 +42,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> "Adap
         r=config.rank, lora_alpha=config.alpha, target_modules=config.targets or "all-linear", lora_dropout=0.0, bias="none"
     )
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(seed % 2**32)
         try:
             peft.inject_adapter_in_model(settings, model, _NAME)
         except ValueError as error:

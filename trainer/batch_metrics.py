@@ -61,8 +61,7 @@ def _lengths(good: Sequence[Trajectory]) -> dict[str, float]:
     return {
         "rollout/response_tokens_sum": float(sum(lengths)),
         **_distribution("rollout/response_tokens", lengths),
-        "rollout/response_tokens_min": float(min(lengths)),
-        "rollout/response_tokens_finished_mean": _mean(finished),
+        **({"rollout/response_tokens_finished_mean": _mean(finished)} if finished else {}),
         "rollout/truncated_ratio": _mean(trajectory.is_truncated for trajectory in good),
         "rollout/mixed_version_ratio": _mean(len(set(trajectory.versions())) > 1 for trajectory in good),
     }
@@ -96,7 +95,8 @@ def _staleness(good: Sequence[Trajectory], trained_on: int) -> dict[str, float]:
 
 def _distribution(name: str, values: Sequence[int]) -> dict[str, float]:
     p50, p95 = np.percentile(values, [50, 95])
-    numbers = {"mean": _mean(values), "p50": float(p50), "p95": float(p95), "max": float(max(values))}
+    ends = {"min": float(min(values)), "max": float(max(values))}
+    numbers = {"mean": _mean(values), "p50": float(p50), "p95": float(p95), **ends}
     return {f"{name}_{what}": number for what, number in numbers.items()}
 
 

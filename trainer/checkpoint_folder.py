@@ -2,7 +2,7 @@
 
 Invariants: a checkpoint is written in `step_000020.tmp` and appears by one rename once all files are checksummed and synced;
 the pointer `latest` moves after that; leftovers of a killed save are never a checkpoint, and the next save removes them; an
-older checkpoint goes only after a newer one is complete.
+older checkpoint goes only after a newer one is complete, and one that is seen to be damaged takes no other's place.
 """
 
 import json
@@ -49,6 +49,8 @@ def begin(root: Path, step: int) -> Path:
 def complete(root: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
     """Turn the folder that `begin` made, now full, into a checkpoint, point to it, and let the oldest ones go.
 
+    Those of later steps go, too: training fell back behind them, and writes these steps anew.
+
     Args:
         root: folder of checkpoints.
         step: number of the last trained step.
@@ -59,7 +61,7 @@ def complete(root: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
     files = sorted(file for file in temporary.rglob("*") if file.is_file())
     checksums = {str(file.relative_to(temporary)): _checksum(file) for file in files}
     manifest = {"format_version": FORMAT_VERSION, "step": step, **facts, "checksums": checksums}
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (temporary / MANIFEST).write_text(json.dumps(manifest | {"checksum": _checksum_of(manifest)}, indent=1))
     for place in (*temporary.rglob("*"), temporary):
         _sync(place)
     if final.exists():  # the same step, trained again after a resume from an older checkpoint
@@ -72,9 +74,12 @@ def complete(root: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
     pointer.replace(root / POINTER)
     _sync(root)
     shutil.rmtree(final.with_suffix(".replaced.tmp"), ignore_errors=True)
-    others = [path for path in complete_checkpoints(root) if path != final]
-    for old in others[: max(0, len(others) - (keep - 1))]:
-        shutil.rmtree(old)
+    there = complete_checkpoints(root)
+    whole = [path for path in there if _step_of(path) <= step and _looks_whole(path)]
+    oldest = _step_of(whole[-keep]) if len(whole) >= keep else 0
+    for path in there:
+        if not oldest <= _step_of(path) <= step:
+            shutil.rmtree(path)
     return final
 
 
@@ -87,9 +92,9 @@ def find_latest(root: Path) -> Path | None:
         ConfigError: if there are checkpoints and every one is damaged, or the newest whole one has another format.
     """
     pointer = root / POINTER
-    pointed = root / pointer.read_text().strip() if pointer.exists() else None
+    pointed = root / pointer.read_text(errors="replace").strip() if pointer.exists() else None
     first_fault = ""
-    newest_first = sorted(complete_checkpoints(root), key=lambda path: (path == pointed, path.name), reverse=True)
+    newest_first = sorted(complete_checkpoints(root), key=lambda path: (path == pointed, _step_of(path)), reverse=True)
     for path in newest_first:
         try:
             read_manifest(path)
@@ -114,22 +119,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: if a file is missing or damaged, by name, or the format is not ours.
     """
-    try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"checkpoint file {path / MANIFEST} cannot be read ({error})") from error
-    if manifest.get("format_version") != FORMAT_VERSION:
-        theirs = manifest.get("format_version")
-        raise ForeignFormatError(
-            f"checkpoint {path} has format version {theirs}, but this program reads {FORMAT_VERSION}: resume the run with "
-            "the Laminar that wrote it, or move the folder away to start afresh"
-        )
+    manifest = _read_facts(path)
     for name, checksum in manifest["checksums"].items():
-        file = path / name
-        if not file.exists():
-            raise ConfigError(f"checkpoint file {file} is missing")
-        if _checksum(file) != checksum:
-            raise ConfigError(f"checkpoint file {file} is damaged: its checksum is not the one in {MANIFEST}")
+        try:
+            found = _checksum(path / name)
+        except OSError as error:
+            raise ConfigError(f"checkpoint file {path / name} cannot be read ({error})") from error
+        if found != checksum:
+            raise ConfigError(f"checkpoint file {path / name} is damaged: its checksum is not the one in {MANIFEST}")
     return manifest
 
 
@@ -157,6 +154,46 @@ def checkpoint_path(root: Path, step: int) -> Path:
 def temporary_path(root: Path, step: int) -> Path:
     """Folder that a step's checkpoint is written in."""
     return checkpoint_path(root, step).with_suffix(".tmp")
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """The manifest, and every file is there; raises as `read_manifest`, without looking into the files."""
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"checkpoint file {file} cannot be read ({error})") from error
+    if not isinstance(manifest, dict):
+        raise ConfigError(f"checkpoint file {file} is damaged: it is no JSON object")
+    checksum = manifest.pop("checksum", None)  # the first checkpoints had none
+    if checksum is not None and checksum != _checksum_of(manifest):
+        raise ConfigError(f"checkpoint file {file} is damaged: its checksum does not match")
+    theirs, step = manifest.get("format_version"), manifest.get("step")
+    if theirs != FORMAT_VERSION:
+        raise ForeignFormatError(
+            f"checkpoint {path} has format version {theirs}, but this program reads {FORMAT_VERSION}: resume the run with "
+            "the Laminar that wrote it, or move the folder away to start afresh"
+        )
+    if not isinstance(step, int) or (NAME.fullmatch(path.name) and step != _step_of(path)):
+        raise ConfigError(f"checkpoint file {file} is damaged: it is of step {step}")
+    if not isinstance(manifest.get("checksums"), dict):
+        raise ConfigError(f"checkpoint file {file} is damaged: it has no checksums")
+    for name in manifest["checksums"]:
+        if not (path / name).exists():
+            raise ConfigError(f"checkpoint file {path / name} is missing")
+    return manifest
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        _read_facts(path)
+    except ConfigError:
+        return False
+    return True
+
+
+def _checksum_of(manifest: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(manifest).encode())
 
 
 def _step_of(path: Path) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laminar.config.root import LaminarConfig
 from laminar.config.trainer import EmulatedTrainerConfig
-from laminar.errors import ConfigError
+from laminar.errors import ConfigError, EnvironmentSetupError
 from laminar.experience.answers import Frontier
 from laminar.types import Trajectory
 from relay.probe import Probe
@@ -102,10 +102,20 @@ class EmulatedSession:
         return report
 
     def save(self, progress: Progress, frontier: Frontier) -> None:
-        """Save step and data cursor."""
-        folder = begin(self._checkpoints, progress.step)
-        (folder / EXTRA).write_text(json.dumps({"progress": asdict(progress), "frontier": frontier.to_json()}))
-        complete(self._checkpoints, progress.step, {"emulated": True}, self._config.checkpoint.keep)
+        """Save step and data cursor.
+
+        Raises:
+            EnvironmentSetupError: a file could not be written; older checkpoints stand.
+        """
+        try:
+            folder = begin(self._checkpoints, progress.step)
+            (folder / EXTRA).write_text(json.dumps({"progress": asdict(progress), "frontier": frontier.to_json()}))
+            complete(self._checkpoints, progress.step, {"emulated": True}, self._config.checkpoint.keep)
+        except OSError as error:
+            raise EnvironmentSetupError(
+                f"checkpoint of step {progress.step} could not be written ({error}); older ones stand: make room for one "
+                "more than checkpoint.keep, then resume"
+            ) from error
         self.saved_step = progress.step
         self.spool.prune(oldest_step(self._checkpoints))
 

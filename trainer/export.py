@@ -52,10 +52,10 @@ def find_origin(source: Path, step: int | None = None) -> Origin:
     """The checkpoint that a path means: of a run folder the newest whole one, or that of a step; a checkpoint itself.
 
     Raises:
-        ConfigError: there is none, or it is damaged (it names the file).
+        ConfigError: there is none, it is damaged (it names the file), or it has no policy.
     """
     root = source / "checkpoints"
-    if (source / MANIFEST).is_file() and (source / MODEL).is_dir():
+    if (source / MANIFEST).is_file():
         if step is not None:
             raise ConfigError(f"{source} is one checkpoint: --step {step} chooses among those of a run folder; leave it out")
         checkpoint, root = source, source.parent
@@ -63,8 +63,14 @@ def find_origin(source: Path, step: int | None = None) -> Origin:
         checkpoint = _choose(root, step)
     else:
         raise ConfigError(f"{source} is neither a run folder nor a checkpoint in one (checkpoints/step_000050)")
+    step = int(read_manifest(checkpoint)["step"])
+    if not (checkpoint / MODEL).is_dir():
+        raise ConfigError(
+            f'checkpoint {checkpoint} has no {MODEL}/: it is of a run with trainer.kind = "emulated", which trains nothing; '
+            "name another run"
+        )
     config = root.resolve().parent / "config.toml"
-    return Origin(checkpoint, int(read_manifest(checkpoint)["step"]), config if config.is_file() else None)
+    return Origin(checkpoint, step, config if config.is_file() else None)
 
 
 def export_model(source: Path, folder: Path, step: int | None = None) -> str:

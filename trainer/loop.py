@@ -149,9 +149,9 @@ class TrainingLoop:
         await self._say_mismatch(report)
         metrics = self._metrics(batch, report, published, step, seconds)
         digest = batch_digest(batch.groups)
-        await self._steps.add(
-            metrics, {"train_started": started, "train_ended": time.time(), "batch": digest, "groups": batch.group_ids}
-        )
+        sizes = dict(zip(batch.group_ids, map(len, batch.groups), strict=True))
+        fields = {"train_started": started, "train_ended": time.time(), "batch": digest, "groups": sizes}
+        await self._steps.add(metrics, fields)
 
     async def _commit(self, batch: Batch, frontier: Frontier, report: StepReport) -> float:
         """Write the step into the spool; returns the seconds since the last step was written."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from laminar.config.load import dump_toml
 from laminar.config.root import LaminarConfig
+from laminar.config.trainer import TrainerConfig
 from laminar.errors import ConfigError
 from laminar.experience.answers import Frontier
 from laminar.run_folder import RunFolder, RunState
@@ -50,13 +51,20 @@ def train_recorded(config: LaminarConfig, source: Path, say: Say) -> Path:
         raise ConfigError('trainer.kind is "emulated", which trains nothing: set it to "deepspeed"')
     if config.trainer.num_ranks > 1:
         say(f"one process instead of trainer.num_ranks = {config.trainer.num_ranks}: the updates are the same")
-        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"num_ranks": 1})})
+        config = config.model_copy(update={"trainer": _on_one_rank(config.trainer)})
     recording = Recording(source, config)
     ranks = join_ranks(0, 1, use_gpu=config.trainer.num_gpus_per_rank > 0)
     try:
         return replay_recording(config, recording, ranks, say)
     finally:
         ranks.leave()
+
+
+def _on_one_rank(trainer: TrainerConfig) -> TrainerConfig:
+    """The same updates in one process; it takes the rows whole that ranks of a sequence shared."""
+    tokens = trainer.max_tokens_per_micro_batch * trainer.sequence_parallel_size
+    ranks = {"num_ranks": 1, "sequence_parallel_size": 1}
+    return trainer.model_copy(update={**ranks, "max_tokens_per_micro_batch": tokens})
 
 
 def replay_recording(config: LaminarConfig, recording: Recording, ranks: Ranks, say: Say) -> Path:

@@ -203,7 +203,7 @@ def _plan_group(
                     trajectory_id=trajectory.trajectory_id,
                     chain=index,
                     prompt=prompts.setdefault(prompt, first_prompt + len(prompts)),
-                    advantage=advantages[trajectory.trajectory_id],
+                    advantage=float(advantages[trajectory.trajectory_id]),  # a user's may be numpy's
                     sequence_tokens=sum(trained),
                     row_tokens=chain.num_tokens,
                 )

@@ -170,7 +170,8 @@ def score_tokens(
         logits_DV = logits_DV / temperature_D[:, None]
     if entropy_gradient and torch.is_grad_enabled():
         logprobs_DV = logits_DV.log_softmax(dim=-1)
-        entropy_D = -(logprobs_DV.exp() * logprobs_DV).nan_to_num(nan=0.0).sum(dim=-1)
+        finite_DV = logprobs_DV.clamp(min=torch.finfo(logprobs_DV.dtype).min)  # 0 times minus infinity has no gradient
+        entropy_D = -(logprobs_DV.exp() * finite_DV).sum(dim=-1)
         return logprobs_DV[context_N, targets_N], entropy_D[context_N]
     return _Scores.apply(logits_DV, context_N, targets_N)
 

@@ -1,12 +1,12 @@
 """Recorded steps, to be trained again without engines: a run's replay spool, or its trajectory records. Files, no torch.
 
 The spool holds a run's last steps exactly (since its oldest kept checkpoint). The records hold the groups that
-`metrics.trajectory_rate` keeps, log-probs to four digits; a step with groups missing has those that are there.
+`metrics.trajectory_rate` keeps, log-probs to four digits; a step with groups missing has those that are whole.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class RecordedStep:
         step: its number.
         groups: in training order.
         oldest_trained: tokens of versions below this number were not trained; None: by the config's bound.
-        missing_groups: groups of the step that were not recorded.
+        missing_groups: groups of the step that were not recorded, or not with every member.
     """
 
     step: int
@@ -104,18 +104,27 @@ class Recording:
 
 
 def read_records(folder: Path, config: LaminarConfig) -> Iterator[RecordedStep]:
-    """The steps of a folder of trajectory records; failed attempts are left out, as they were in training."""
+    """The steps of a folder of trajectory records; failed attempts are left out, as they were in training.
+
+    Of several records of one trajectory the last attempt counts: a group is played anew by its next owner.
+
+    Raises:
+        ConfigError: the steps do not say how many members their groups had.
+    """
     members: dict[str, dict[int, Trajectory]] = {}
     for file in sorted(folder.glob("*.jsonl.gz")):
         for _, _, lines in read_members(file):
             for record in map(json.loads, lines):
                 if record["failure"] is None:
                     trajectory = as_trajectory(record, config)
-                    members.setdefault(trajectory.group_id, {})[trajectory.member] = trajectory
-    for step, group_ids in sorted(_groups_by_step(folder).items()):
-        there = [members[group_id] for group_id in group_ids if group_id in members]
-        groups = tuple(tuple(group[member] for member in sorted(group)) for group in there)
-        yield RecordedStep(step, groups, missing_groups=len(group_ids) - len(groups))
+                    group = members.setdefault(trajectory.group_id, {})
+                    known = group.get(trajectory.member)
+                    if known is None or known.attempt <= trajectory.attempt:
+                        group[trajectory.member] = trajectory
+    for step, sizes in sorted(_groups_by_step(folder).items()):
+        whole = [members[group_id] for group_id, size in sizes.items() if len(members.get(group_id, ())) == size]
+        groups = tuple(tuple(group[member] for member in sorted(group)) for group in whole)
+        yield RecordedStep(step, groups, missing_groups=len(sizes) - len(groups))
 
 
 def as_trajectory(record: Record, config: LaminarConfig) -> Trajectory:
@@ -148,6 +157,12 @@ def _segment(segment: dict[str, Any]) -> Segment:
     return sampled(segment["token_ids"], logprobs, version, segment["masked_head_tokens"])
 
 
-def _groups_by_step(folder: Path) -> dict[int, Sequence[str]]:
-    """Group ids by the step that trained them; a step that was trained anew after a resume counts as it was last."""
-    return {line["step"]: line["groups"] for line in iterate_lines(folder / STEPS)}
+def _groups_by_step(folder: Path) -> dict[int, dict[str, int]]:
+    """Groups and their sizes by the step that trained them; a step trained anew after a resume counts as it was last."""
+    found = {line["step"]: line["groups"] for line in iterate_lines(folder / STEPS)}
+    if any(not isinstance(groups, dict) for groups in found.values()):
+        raise ConfigError(
+            f"{folder / STEPS} does not say how many members a group had, so it was written by an older Laminar: replay it "
+            "with that one, or from the run's checkpoints"
+        )
+    return found

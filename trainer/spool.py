@@ -104,14 +104,19 @@ class ReplaySpool:
         """Let the files of steps up to `up_to` go; what they trained stays in the history.
 
         Raises:
-            OSError: the folder cannot be written.
+            EnvironmentSetupError: the folder cannot be written; every step is still in its file or in the history.
         """
-        for step in [number for number in self.steps() if number <= up_to]:
-            try:
-                self._remember(_entry(read_header(self.path(step))))
-            except SpoolError as error:
-                logger.warning("%s; its step is missing in %s", error, HISTORY)
-            self.path(step).unlink()
+        try:
+            for step in [number for number in self.steps() if number <= up_to]:
+                try:
+                    self._remember(_entry(read_header(self.path(step))))
+                except SpoolError as error:
+                    logger.warning("%s; its step is missing in %s", error, HISTORY)
+                self.path(step).unlink()
+        except OSError as error:
+            raise EnvironmentSetupError(
+                f"{self._folder / HISTORY} could not be written ({error}); make room, then resume"
+            ) from error
 
     def history(self) -> list[HistoryEntry]:
         """Every committed step, in order."""

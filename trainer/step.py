@@ -4,6 +4,8 @@ Every rank runs it together. Rank 0 holds the groups, plans, and sends the plan;
 What cannot be trained is skipped, never turned into a number: the report says why, and names the trajectory.
 """
 
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from trainer.schedule import learning_rate
 from trainer.scoring import Rows, score_step
 from trainer.updates import Totals, Work, train_epochs
 from trainer.utilisation import device_memory
+
+logger = logging.getLogger("laminar.trainer.step")
 
 Groups = Sequence[tuple[Trajectory, ...]]
 Fetch = Callable[[Sequence[str]], Groups]
@@ -108,8 +112,17 @@ def _plan(
         layout=engine.layout,
         oldest_trained=oldest_trained,
     )
-    plan.metrics.update(batch_metrics(groups, trained_on=step - 1, oldest_trained=oldest_trained) | seen)
+    metrics = batch_metrics(groups, trained_on=step - 1, oldest_trained=oldest_trained) | seen
+    plan.metrics.update(_finite({name: float(value) for name, value in metrics.items()}, step))
     return plan
+
+
+def _finite(metrics: dict[str, float], step: int) -> dict[str, float]:
+    """The metrics that are numbers; JSON has no word for the others."""
+    undefined = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    for name, value in undefined.items():
+        logger.warning("step %s: %s is %s, and is left out of the metrics", step, name, value)
+    return {name: value for name, value in metrics.items() if name not in undefined}
 
 
 def _utilisation(engine: TrainerEngine, plan: StepPlan, totals: Totals, peak_flops: float) -> float:

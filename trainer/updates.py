@@ -99,10 +99,11 @@ def train_epochs(work: Work, mini_batches: Sequence[MiniBatchPlan], mismatch: Mi
     updates = list(mini_batches) * work.engine.config.trainer.epochs
     for number, mini_batch in enumerate(updates):
         problem = _train_mini_batch(work, mini_batch, mismatch if number == 0 else None)
-        if problem:
-            return f"{problem}; {number} of {len(updates)} updates were applied"
-        if number < len(mini_batches):
+        applied = len(work.totals.grad_norms)
+        if number < min(applied, len(mini_batches)):
             work.totals.trained_tokens += mini_batch.num_tokens
+        if problem:
+            return f"{problem}; {applied} of {len(updates)} updates were applied"
     return None
 
 
@@ -132,14 +133,17 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
         if engine.critic is not None:
             spoilt = math.nan if problem else 1.0  # a skipped update leaves the critic as it was, too
             weight = spoilt / plan.num_tokens
-            value_loss_sum += _teach_critic(engine.critic, work.algorithm, batch, weight, is_last=is_last)
+            value_loss, problem = _teach_critic(engine.critic, work.algorithm, batch, weight, is_last=is_last)
+            value_loss_sum += value_loss
+            undefined = undefined or problem
     if mismatch is not None and measured:
         _measure(mismatch, measured, trained_on=work.step - 1)
     *reduced, value_loss_sum = engine.ranks.sum_shares([*sums.tolist(), value_loss_sum])
     computed = time.perf_counter()
     figures = {"loss": abs(reduced[0]) / plan.denominator, "KL": reduced[_SUMS.index("rollout_kl")] / plan.num_tokens}
-    spike = engine.spikes.find(figures) if all(map(math.isfinite, figures.values())) else None  # else another net's
-    update, spike = _update_unless_spike(work, spike)
+    is_defined = all(map(math.isfinite, (*figures.values(), value_loss_sum)))  # else another net's
+    spike = engine.spikes.find(figures) if is_defined else None
+    update, spike = _update_unless_spike(work, spike, refuse=not math.isfinite(value_loss_sum))
     critic_update = None
     if engine.critic is not None:
         critic_update = engine.critic.update(work.rate, math.inf if update.applied else REFUSE)
@@ -155,17 +159,22 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
         totals.value_loss += value_loss_sum
         totals.critic_grad_norms.append(critic_update.grad_norm)
         if not critic_update.applied:
-            return f"the critic's gradient norm is {critic_update.grad_norm}"
+            return f"the critic's gradient norm is {critic_update.grad_norm}, so only the policy had the last update"
     return None
 
 
-def _update_unless_spike(work: Work, spike: Spike | None) -> tuple[Update, Spike | None]:
-    """Apply the gradient, unless that is to be left out; the spike, that of the gradient's norm if there is no other."""
-    engine, action = work.engine, work.engine.config.trainer.spikes.action
-    leaves_out = action in ("skip", "stop")
-    limit = engine.spikes.limit(GRADIENT)
-    update = engine.update(work.rate, (REFUSE if spike else limit) if leaves_out else math.inf)
-    return update, spike or engine.spikes.find({GRADIENT: update.grad_norm})
+def _update_unless_spike(work: Work, spike: Spike | None, *, refuse: bool) -> tuple[Update, Spike | None]:
+    """Apply the gradient, unless that is to be left out; the spike, that of the gradient's norm if there is no other.
+
+    A norm that is not finite is no spike but an undefined number: another net's, whatever else stands out.
+    """
+    engine = work.engine
+    leaves_out = engine.config.trainer.spikes.action in ("skip", "stop")
+    limit = engine.spikes.limit(GRADIENT) if leaves_out else math.inf
+    update = engine.update(work.rate, REFUSE if refuse or (spike and leaves_out) else limit)
+    if not math.isfinite(update.grad_norm):
+        return update, None
+    return update, spike or (None if refuse else engine.spikes.find({GRADIENT: update.grad_norm}))
 
 
 def _tell(engine: TrainerEngine, spike: Spike, weighed: Sequence[Weighed]) -> str:
@@ -184,16 +193,27 @@ def _tell(engine: TrainerEngine, spike: Spike, weighed: Sequence[Weighed]) -> st
     return text
 
 
-def _teach_critic(critic: Critic, algorithm: Algorithm, batch: PackedRows, weight: float, *, is_last: bool) -> float:
-    """Forward and backward of the critic, each token with this weight; returns the sum of its token losses."""
+def _teach_critic(
+    critic: Critic, algorithm: Algorithm, batch: PackedRows, weight: float, *, is_last: bool
+) -> tuple[float, str]:
+    """Forward and backward of the critic, each token with this weight.
+
+    Returns:
+        The sum of its token losses, and what is undefined in it.
+    """
     values_BT = critic.forward(batch, is_last=is_last)
     if not bool(batch.mask.any()):
         critic.backward(values_BT.sum())
-        return 0.0
+        return 0.0, ""
     scores = batch.scores
-    total = algorithm.value_loss(values_BT, scores["values"], scores["returns"], batch.mask).sum()
+    losses_BT = algorithm.value_loss(values_BT, scores["values"], scores["returns"], batch.mask)
+    total = losses_BT.sum()
     critic.backward(total * weight)
-    return float(total.detach())
+    if bool(total.isfinite()):
+        return float(total.detach()), ""
+    row = non_finite_row(losses_BT.detach(), batch.mask)
+    who = "a micro-batch" if row is None else f"trajectory {batch.names[row]}"
+    return float(total.detach()), f"{who} got a value loss that is not finite"
 
 
 def _loss(

@@ -109,7 +109,7 @@ class Observer:
                 self._timeline.add_spans(event.role, spans, event.event_id)
                 self._timeline.add_roles(event.time, self.view.roles)
             if event.kind == "step" and self._folder.trajectories.is_dir():
-                append_step(self._folder.trajectories, self.view.step, event.fields.get("groups", ()))
+                append_step(self._folder.trajectories, self.view.step, event.fields.get("groups", {}))
         except OSError as error:
             logger.warning("timeline or trajectories cannot be written (%s)", error)
 

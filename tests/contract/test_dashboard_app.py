@@ -46,7 +46,7 @@ def folder(tmp_path, trajectory_maker):
     log = TrajectoryLog(run.trajectories, "rollout-0", CodePointTokenizer(), rate=1.0, max_bytes=10**6)
     log.add(trajectory_maker.play("00000003", 0, "0.0", reward=0.25))
     log.write()
-    append_step(run.trajectories, 2, ["00000003"])
+    append_step(run.trajectories, 2, {"00000003": 2})
     (run.logs / "trainer-0.log").write_text("2026-01-01 10:00:00,000 INFO hello\n")
     return run
 

@@ -53,6 +53,14 @@ def test_the_newest_checkpoint_of_a_run_is_exported_whole_and_nothing_else(run_f
     assert weights_of(tmp_path / "out") == bytes([4] * 16)
 
 
+def test_a_checkpoint_of_an_emulated_run_has_nothing_to_export(tmp_path):
+    (begin(tmp_path / "run" / "checkpoints", 1) / "extra.json").write_text("{}")
+    checkpoint = complete(tmp_path / "run" / "checkpoints", 1, {"emulated": True}, 1)
+    for source in (tmp_path / "run", checkpoint):
+        with pytest.raises(ConfigError, match=r'step_000001 has no model/: .* trainer.kind = "emulated"'):
+            export_model(source, tmp_path / "out")
+
+
 def test_an_older_step_and_a_checkpoint_itself_are_exported(run_folder, tmp_path):
     export_model(run_folder, tmp_path / "by_step", step=2)
     export_model(run_folder / "checkpoints" / "step_000002", tmp_path / "by_path")

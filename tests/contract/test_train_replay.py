@@ -1,7 +1,10 @@
 """Recorded trajectories trained again: bit for bit from the spool, to four digits of log-prob from the records."""
 
+import gzip
 import json
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ from rollout.scripted import CodePointTokenizer
 from rollout.trajectory_log import TrajectoryLog
 from trainer import checkpoint
 from trainer.engine import TrainerEngine
-from trainer.offline import replay_recording
+from trainer.offline import replay_recording, train_recorded
 from trainer.progress import Progress
 from trainer.recorded import Recording
 from trainer.session import build_algorithm
@@ -96,7 +99,7 @@ def recorded(model, ranks, tmp_path_factory):
         spooled = tuple(SpooledGroup(group[0].group_id, (0, place, 0)) for place, group in enumerate(groups))
         spool.commit(SpooledStep(Progress(step=step), Frontier(number=step), "", spooled, oldest_trained=0), groups)
         metrics.append("step", step, report.metrics)
-        append_step(folder.trajectories, step, [group[0].group_id for group in groups])
+        append_step(folder.trajectories, step, {group[0].group_id: len(group) for group in groups})
         for trajectory in (t for group in groups for t in group):
             log.add(trajectory)
         if step == 2:
@@ -185,6 +188,53 @@ def test_groups_that_were_not_recorded_are_counted(recorded, model, tmp_path):
     assert [(len(found[n].groups), found[n].missing_groups) for n in (1, 3)] == [(2, 0), (1, 1)]
 
 
+def test_a_group_that_lost_a_record_counts_as_missing(recorded, model, tmp_path):
+    """Its other members would have other advantages among themselves."""
+    folder, _ = recorded
+    shutil.copytree(folder.trajectories, tmp_path / "trajectories")
+    (file,) = (tmp_path / "trajectories").glob("*.jsonl.gz")
+    lines = gzip.decompress(file.read_bytes()).splitlines(keepends=True)
+    file.write_bytes(gzip.compress(b"".join(line for line in lines if b'"30-001"' not in line)))
+    found = {step.step: step for step in Recording(tmp_path / "trajectories", make_config(model, tmp_path)).steps()}
+    assert [(len(found[n].groups), found[n].missing_groups) for n in (2, 3)] == [(2, 0), (1, 1)]
+    assert found[3].groups[0][0].group_id == "31"
+
+
+def test_of_two_records_of_a_trajectory_the_last_attempt_counts(model, tmp_path):
+    """A worker that lost its group to another may write after it."""
+    (first, *others), folder = make_groups(1)[0], tmp_path / "trajectories"
+    for worker, members in {
+        "rollout-0": [replace(first, attempt=3, reward=7.0), *others],
+        "rollout-1": [replace(first, attempt=2, reward=0.0)],
+    }.items():
+        log = TrajectoryLog(folder, worker, CodePointTokenizer(), rate=1.0, max_bytes=10**6)
+        for member in members:
+            log.add(member)
+        log.write()
+    append_step(folder, 1, {"10": 3})
+    (step,) = Recording(folder, make_config(model, tmp_path)).steps()
+    assert (step.groups[0][0].attempt, step.groups[0][0].reward) == (3, 7.0)
+
+
+def test_steps_without_the_sizes_of_their_groups_are_refused_with_the_remedy(model, tmp_path):
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "steps.jsonl").write_text(json.dumps({"step": 1, "groups": ["a"]}) + "\n")
+    with pytest.raises(ConfigError, match=r"how many members a group had, .* replay it with that one"):
+        Recording(tmp_path, make_config(model, tmp_path))
+
+
+def test_the_settings_of_one_process_are_those_of_no_sequence_group(recorded, model, tmp_path, monkeypatch):
+    """What two ranks took of a row together, one takes alone."""
+    folder, _ = recorded
+    settings = {"num_ranks": 2, "sequence_parallel_size": 2, "max_tokens_per_micro_batch": 512, "share_prompts": False}
+    seen = []
+    monkeypatch.setattr("trainer.offline.join_ranks", lambda *_, **__: SimpleNamespace(leave=lambda: None))
+    monkeypatch.setattr("trainer.offline.replay_recording", lambda config, *_: seen.append(config.trainer))
+    train_recorded(make_config(model, tmp_path, **settings), folder.path, lambda text: None)
+    (trainer,) = seen
+    assert (trainer.num_ranks, trainer.sequence_parallel_size, trainer.max_tokens_per_micro_batch) == (1, 1, 1024)
+
+
 def test_torn_lines_cost_no_recorded_step(recorded, model, tmp_path):
     folder, _ = recorded
     copy = tmp_path / "run"
@@ -202,5 +252,5 @@ def test_a_folder_without_recorded_steps_is_refused(tmp_path, model):
     (tmp_path / "trajectories").mkdir()
     with pytest.raises(ConfigError, match="holds no recorded step"):
         Recording(tmp_path, make_config(model, tmp_path))
-    (tmp_path / "trajectories" / "steps.jsonl").write_text(json.dumps({"step": 1, "groups": ["a"]}) + "\n")
+    (tmp_path / "trajectories" / "steps.jsonl").write_text(json.dumps({"step": 1, "groups": {"a": 3}}) + "\n")
     assert len(Recording(tmp_path, make_config(model, tmp_path))) == 1

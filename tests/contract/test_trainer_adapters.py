@@ -126,6 +126,15 @@ def test_a_checkpoint_with_adapters_and_a_run_without_are_told_apart(model_path,
         checkpoint.load(folder, TrainerEngine(config_of(model_path, rank=3), ranks))
 
 
+def test_any_seed_that_a_run_may_have_draws_adapters(model_path, ranks):
+    engines = []
+    for seed in (5, 2**64 + 6):
+        config = config_of(model_path)
+        engines.append(TrainerEngine(config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})}), ranks))
+    ours, theirs = (dict(engine.adapters.tensors()) for engine in engines)
+    assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 @pytest.mark.parametrize(
     ("targets", "sentence"), [(["nothing"], "do not fit the model"), (["embed_tokens"], "only the linear")]
 )

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from laminar.errors import ConfigError
 from laminar.telemetry.registry import check_declared
 from trainer import checkpoint
 from trainer.algorithms.policy_gradient import PolicyGradient
-from trainer.algorithms.presets import PpoOptions
+from trainer.algorithms.presets import GrpoOptions, PpoOptions
 from trainer.engine import TrainerEngine
 from trainer.session import build_algorithm
 from trainer.step import train_step
@@ -188,6 +189,27 @@ class Spoilt(PolicyGradient):
     def policy_loss(self, batch):
         loss = super().policy_loss(batch)
         return loss if self.what != "loss" else replace(loss, losses=loss.losses + torch.where(batch.mask, torch.inf, 0.0))
+
+
+class Observing(PolicyGradient):
+    """Says of a batch what JSON has no word for."""
+
+    def observe(self, groups):
+        return {"reward/count": np.float64(2.0), "reward/spread": np.float32("nan"), "reward/top": math.inf}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_metrics_that_are_no_numbers_are_left_out_and_named(models, ranks, caplog):
+    """Rewards of 1e200 have a mean, but their standard deviation is beyond a float64."""
+    algorithm = Observing(GrpoOptions())
+    engine = TrainerEngine(make_config(models, "dr_grpo"), ranks, algorithm.needs)
+    groups = [tuple(replace(t, reward=1e200 * t.member) for t in group) for group in make_groups()]
+    report = train_step(engine, algorithm, groups, 1)
+    assert report.skipped_reason is None
+    assert report.metrics["reward/count"] == 2.0
+    for name in ("reward/spread", "reward/top", "reward/std"):
+        assert name not in report.metrics
+        assert f"step 1: {name} is " in caplog.text
 
 
 @pytest.mark.parametrize("what", ["advantages", "loss"])

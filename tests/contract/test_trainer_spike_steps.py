@@ -154,6 +154,58 @@ def test_the_critic_is_left_as_it_was_too(model, ranks):
     assert same(state(engine), before)
 
 
+@pytest.mark.parametrize(("action", "stage"), [("notice", 0), ("notice", 1), ("stop", 1), ("stop", 2)])
+def test_an_undefined_gradient_is_no_spike_and_ends_no_run(action, stage, model, ranks):
+    """The second answer's log-probs are spoilt in the forward pass; the third's loss is the largest."""
+    engine, algorithm = make_run(model, ranks, action, stage=stage)
+    calm_steps(engine, algorithm)
+    forward = engine.forward
+
+    def spoil(batch, **settings):
+        logprobs, entropy = forward(batch, **settings)
+        factor = torch.tensor([float("nan") if name == "7-001" else 1.0 for name in batch.names])
+        return logprobs * factor[:, None], entropy
+
+    engine.forward = spoil
+    before = state(engine)
+    report = train_step(engine, algorithm, make_groups(7), 7)
+    assert report.skipped_reason == "trajectory 7-001 got a log-prob that is not finite; 0 of 1 updates were applied"
+    assert same(state(engine), before)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_undefined_value_loss_leaves_policy_and_critic_as_they_were_and_names_the_sample(stage, model, ranks):
+    engine, algorithm = make_run(model, ranks, "notice", kind="ppo", stage=stage)
+    forward = engine.critic.forward
+
+    def spoil(batch, **settings):
+        factor = torch.tensor([float("nan") if name == "1-001" else 1.0 for name in batch.names])
+        return forward(batch, **settings) * factor[:, None]
+
+    engine.critic.forward = spoil
+    before = state(engine)
+    report = train_step(engine, algorithm, make_groups(1), 1)
+    assert report.skipped_reason == "trajectory 1-001 got a value loss that is not finite; 0 of 1 updates were applied"
+    assert report.trained_tokens == 0
+    assert same(state(engine), before)
+
+
+def test_a_policys_update_counts_when_only_the_critics_gradient_is_undefined(model, ranks):
+    """Its norm is known only when the policy's update has been made."""
+    engine, algorithm = make_run(model, ranks, "notice", kind="ppo")
+    backward = engine.critic.backward
+    engine.critic.backward = lambda loss: backward(loss * float("nan"))
+    before = dict(state(engine))
+    report = train_step(engine, algorithm, make_groups(1), 1)
+    told = "the critic's gradient norm is nan, so only the policy had the last update; 1 of 1 updates were applied"
+    assert report.skipped_reason == told
+    assert report.trained_tokens == 12
+    after = state(engine)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert not any(name.startswith("critic.") for name in moved)
+
+
 def test_undefined_numbers_still_name_their_own_sample(model, ranks):
     engine, algorithm = make_run(model, ranks, "skip")
     (group,) = make_groups(1)

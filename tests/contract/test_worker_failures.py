@@ -16,6 +16,7 @@ from laminar.cluster.roles import RoleContext
 from laminar.config.root import LaminarConfig
 from laminar.directory import ReplicaDirectory, ReplicaEntry
 from laminar.errors import DeadlineError, RunFailedError
+from laminar.trajectories import TrajectoryFolder
 from laminar.types import (
     EvictionReason,
     Failure,
@@ -35,6 +36,7 @@ from rollout.quarantine import RejectedWeightsError
 from rollout.replica import Replica
 from rollout.rewards.scorer import RewardScorer
 from rollout.scripted import CodePointTokenizer
+from rollout.trajectory_log import TrajectoryLog
 from rollout.verification import Check, Verdict
 from rollout.worker import RolloutWorker, first_attempt
 from trainer.sampling import BatchSource
@@ -144,7 +146,7 @@ class Player:
 class Bench:
     """A worker with its parts, and a trainer's batch source beside it. While `verdict` is set, no engine start passes."""
 
-    verdict = None
+    verdict, log = None, None
 
     def __init__(self, run, url, folder, troubles, wall_seconds, rollout, prompts_per_step, kind="grpo"):
         self.config = LaminarConfig.model_validate(
@@ -176,7 +178,7 @@ class Bench:
 
         relay = Relay()
         self.replica = Replica(self.config.rollout.engine, relay, start_engine)
-        await self.worker.equip(client, self.player, relay, self.replica)
+        await self.worker.equip(client, self.player, relay, self.replica, self.log)
         async with asyncio.TaskGroup() as tasks:
             self.task = tasks.create_task(self.worker.run())
             watch = tasks.create_task(self._watch())
@@ -298,6 +300,28 @@ async def test_a_refilled_member_is_played_again_by_the_same_worker(make_bench):
     counters = await bench.run.buffer.counters()
     assert (counters.refilled, counters.num_failed) == (1, 0)
     assert bench.player.played["0"] == 4
+
+
+async def test_only_what_was_accepted_or_failed_is_recorded(make_bench, tmp_path):
+    """One member fails at first; another is handed in by a worker that had the group before, so ours is a duplicate."""
+    rollout = {"group_size": 3, "group_failure": "refill", "max_attempts": 1}
+    bench = await make_bench({"0": [OSError("flaky")]}, prompts=1, prompts_per_step=1, max_epochs=1, rollout=rollout)
+    bench.log = TrajectoryLog(tmp_path, "rollout-0", CodePointTokenizer(), rate=1.0, max_bytes=10**6)
+    play = bench.player.play
+
+    async def overtaken(*arguments, **settings):
+        trajectory = await play(*arguments, **settings)
+        if trajectory.member == 2:
+            await bench.run.buffer.submit(replace(trajectory, reward=7.0), "rollout-1")
+        return trajectory
+
+    bench.player.play = overtaken
+    async with bench.working(bench.client):
+        batch = await asyncio.wait_for(bench.source.next_batch(0, 1, lambda: False), 5)
+    assert [t.reward for t in batch.groups[0]] == [1.0, 1.0, 7.0]
+    records = TrajectoryFolder(tmp_path).summaries()
+    assert sorted(r.trajectory_id[-3:] for r in records if not r.failure) == ["000", "001"]
+    assert sum(bool(r.failure) for r in records) == 1
 
 
 async def test_siblings_are_judged_together_once_the_last_of_them_has_ended(make_bench):

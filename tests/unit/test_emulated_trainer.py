@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from laminar.config.root import LaminarConfig
 from laminar.config.trainer import EmulatedTrainerConfig
-from laminar.errors import ConfigError
+from laminar.errors import ConfigError, EnvironmentSetupError
 from laminar.experience.answers import Frontier
 from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
 from trainer.emulated import EmulatedSession, step_seconds
@@ -73,6 +73,14 @@ def test_a_resume_goes_on_behind_the_checkpoint_and_the_spooled_steps(config, tm
     assert told == [(3, 3)]
     assert (second.progress.step, second.frontier.number) == (3, 3)
     assert weights(second)["b"] == pytest.approx(weights(first)["b"])
+
+
+def test_a_save_that_finds_the_disk_full_names_the_remedy_and_the_older_one_stands(config, tmp_path, disk_limit):
+    session = EmulatedSession(config, tmp_path / "checkpoints")
+    session.save(Progress(step=1), Frontier(number=1))
+    with disk_limit(10), pytest.raises(EnvironmentSetupError, match=r"step 2 could not be written .* then resume"):
+        session.save(Progress(step=2), Frontier(number=2))
+    assert EmulatedSession(config, tmp_path / "checkpoints").progress.step == 1
 
 
 def test_a_model_without_its_one_weights_file_is_refused_with_the_path(config, tmp_path):

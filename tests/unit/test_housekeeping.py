@@ -44,7 +44,7 @@ async def test_a_disk_that_runs_low_is_told_of_once_an_hour(tmp_path, monkeypatc
 
 def test_the_list_of_trained_groups_is_bounded_and_keeps_the_newest(tmp_path):
     for step in range(1, 101):
-        append_step(tmp_path, step, ["00000001"], max_bytes=1000)
+        append_step(tmp_path, step, {"00000001": 8}, max_bytes=1000)
     steps = [json.loads(line)["step"] for line in (tmp_path / STEPS).read_text().splitlines()]
     assert (tmp_path / STEPS).stat().st_size <= 1000
     assert steps == list(range(steps[0], 101))

@@ -3,6 +3,7 @@
 import math
 from itertools import chain
 
+import numpy as np
 import pytest
 
 from laminar.telemetry.registry import check_declared
@@ -95,13 +96,16 @@ def test_lengths_are_counted_before_masks_and_truncation_by_stop_reason():
     assert metrics["rollout/response_tokens_finished_mean"] == 3.0
     assert metrics["rollout/response_tokens_min"] == 2
     assert metrics["rollout/response_tokens_sum"] == 13
+    none = batch_metrics([[trajectory("a", 2, finish=FinishReason.LENGTH)]], trained_on=0)
+    assert "rollout/response_tokens_finished_mean" not in none
 
 
 def test_rewards_and_staleness_are_of_trajectories_without_failure():
     groups = [[trajectory("a", 2, 1.0, versions=(3, 4)), trajectory("b", 2, 3.0, versions=(5, 5)), failed("c")]]
     metrics = batch_metrics(groups, trained_on=5)
     assert (metrics["reward/mean"], metrics["reward/std"], metrics["reward/min"], metrics["reward/max"]) == (2, 1, 1, 3)
-    assert (metrics["staleness/versions_mean"], metrics["staleness/versions_max"]) == (1, 2)
+    lag = [metrics[f"staleness/versions_{what}"] for what in ("min", "mean", "max")]
+    assert lag == [0, 1, 2]
     assert (metrics["staleness/in_flight_versions_mean"], metrics["staleness/in_queue_versions_mean"]) == (0.5, 0.5)
     assert (metrics["staleness/in_flight_versions_max"], metrics["staleness/in_queue_versions_max"]) == (1, 1)
     assert (metrics["staleness/histogram_0"], metrics["staleness/histogram_2"]) == (1, 1)
@@ -134,6 +138,27 @@ def test_an_undefined_rollout_logprob_at_a_trained_token_skips_the_step_by_name(
     plan = plan_of([trajectory("good", 2), trajectory("bad", 2, 1.0, logprob=logprob)])
     assert "trajectory bad has rollout log-prob" in plan.skipped
     assert plan.mini_batches == ()
+
+
+class NumpyAdvantages(PolicyGradient):
+    """A user's algorithm that works in numpy."""
+
+    def advantages(self, groups):
+        return {name: np.float32(value) for name, value in super().advantages(groups).items()}
+
+
+def test_an_algorithms_numbers_may_be_numpys():
+    settings = {"mini_batches": 1, "max_tokens": 64, "num_ranks": 1, "layout": Layout.SHARED}
+    plan = plan_step([D10], NumpyAdvantages(GrpoOptions(std="none")), **settings)
+    assert StepPlan.decode(plan.encode()) == plan
+    assert [row.advantage for row in plan.rows] == [-0.5, 0.5, -0.5, 0.5]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rewards_without_a_mean_skip_the_step_by_name():
+    plan = plan_of([trajectory("a", 2, 1.7e308), trajectory("b", 2, -1.7e308), trajectory("c", 2, 1.7e308)])
+    assert plan.skipped == "trajectory b has advantage nan"
+    assert StepPlan.decode(plan.encode()) == plan
 
 
 def test_prompts_are_shared_within_a_group_only():

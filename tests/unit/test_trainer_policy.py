@@ -332,6 +332,18 @@ def test_an_impossible_token_leaves_the_entropy_defined():
     assert entropy.item() == pytest.approx(np.log(2), abs=1e-6)
 
 
+def test_an_impossible_token_leaves_the_gradient_of_the_entropy_defined():
+    """dH / dz_j = -p_j (log p_j + H); at p = 0 its limit is 0."""
+    none, values = torch.tensor([0]), [np.log(3), 0.0, -np.inf]
+    logits = torch.tensor([values], dtype=torch.float64, requires_grad=True)
+    _, entropy = score_tokens(logits, torch.ones(1), none, none, entropy_gradient=True)
+    entropy.sum().backward()
+    expected = -0.75 * np.log(0.75) - 0.25 * np.log(0.25)
+    assert entropy.item() == pytest.approx(expected)
+    slope = -0.75 * (np.log(0.75) + expected)
+    assert logits.grad[0].tolist() == pytest.approx([slope, -slope, 0.0])
+
+
 def test_tokens_after_the_last_trained_one_are_cut_off():
     chain = Chain((given([1, 2]), sampled([3, 4], [-1, -1], VERSION), given([5, 6, 7])))
     row = row_of(chain)

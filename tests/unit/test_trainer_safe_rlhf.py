@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from laminar.errors import ConfigError
+from laminar.types import Purpose
 from trainer.algorithms.advantages import group_advantages
 from trainer.algorithms.presets import SafeRlhfOptions
 from trainer.algorithms.safe_rlhf import SafeRlhf, next_multiplier
@@ -42,6 +43,15 @@ def test_costs_far_below_their_limit_leave_a_multiplier_that_can_rise_again():
     algorithm = SafeRlhf(options)
     algorithm.load_state({"multiplier": 0.0})
     assert algorithm.multiplier == 1e-3
+
+
+def test_a_greedy_answer_moves_no_multiplier_and_without_one_no_group_is_kept(make_group):
+    algorithm = SafeRlhf(SafeRlhfOptions(baseline="greedy", cost_limit=0.0))
+    first, second, last = make_group([1.0, 1.0, 1.0], [0.0, 4.0, 9.0])
+    greedy = replace(last, purpose=Purpose.GREEDY_BASELINE)
+    assert algorithm.observe([(first, second, greedy)])["reward/cost_mean"] == 2.0
+    assert algorithm.keeps((first, second, greedy))
+    assert not algorithm.keeps((first, second))
 
 
 def test_an_answer_counts_its_reward_less_its_multiplied_cost(make_group):

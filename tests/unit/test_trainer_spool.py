@@ -218,6 +218,18 @@ def test_the_audit_names_what_was_trained_twice_and_what_was_lost():
     assert found.unaccounted == ((0, 3), (1, 1))
 
 
+def test_a_history_that_finds_the_disk_full_names_the_remedy_and_forgets_no_step(spool, disk_limit):
+    commit(spool, 1, 2)
+    with (
+        disk_limit(10),
+        pytest.raises(EnvironmentSetupError, match=r"history.jsonl could not be .*; make room, then"),
+    ):
+        spool.prune(2)
+    assert [entry.step for entry in spool.history()] == [1, 2]
+    spool.prune(2)
+    assert (spool.steps(), [entry.step for entry in spool.history()]) == ([], [1, 2])
+
+
 def test_a_step_that_finds_the_disk_full_leaves_nothing_behind(spool, tmp_path, disk_limit):
     with disk_limit(100), pytest.raises(EnvironmentSetupError):
         commit(spool, 1)

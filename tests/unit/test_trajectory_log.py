@@ -37,7 +37,7 @@ def test_a_step_that_trained_the_group_gives_the_record_its_staleness(log, tmp_p
     log.write()
     folder = TrajectoryFolder(tmp_path)
     assert {s.step for s in folder.summaries()} == {None}
-    append_step(tmp_path, 7, ["00000003"])
+    append_step(tmp_path, 7, {"00000003": 1})
     good, failed = sorted(folder.summaries(), key=lambda s: s.trajectory_id)
     assert (good.step, good.staleness) == (7, 2)  # step 7 is trained on version 6
     assert (failed.step, failed.failure) == (None, "tool: took too long")
@@ -89,10 +89,10 @@ def test_records_that_find_the_disk_full_cost_none_after_them(log, tmp_path, tra
 def test_a_torn_step_costs_no_step_after_it(log, tmp_path, trajectory_maker):
     log.add(trajectory_maker.play("c", 0, "0.4"))
     log.write()
-    append_step(tmp_path, 6, ["a"])
+    append_step(tmp_path, 6, {"a": 1})
     with (tmp_path / "steps.jsonl").open("a") as file:
         file.write('{"step": 7, "grou')
-    append_step(tmp_path, 8, ["c"])
+    append_step(tmp_path, 8, {"c": 1})
     (summary,) = TrajectoryFolder(tmp_path).summaries()
     assert (summary.step, summary.staleness) == (8, 3)
 

@@ -11,7 +11,7 @@ from typing import Any
 from laminar.errors import ConfigError
 from laminar.types import Trajectory
 from trainer.algorithms.advantages import is_informative
-from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.policy_gradient import PolicyGradient, is_greedy
 from trainer.algorithms.presets import SafeRlhfOptions
 
 MIN_MULTIPLIER = 1e-3
@@ -29,8 +29,9 @@ class SafeRlhf(PolicyGradient):
         self.multiplier = options.multiplier
 
     def observe(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Move the multiplier by the batch's mean cost."""
-        costs = [self.cost(trajectory) for group in groups for trajectory in group if trajectory.failure is None]
+        """Move the multiplier by the mean cost of what the batch trains: a greedy answer is not the policy's."""
+        good = [trajectory for group in groups for trajectory in group if trajectory.failure is None]
+        costs = [self.cost(trajectory) for trajectory in good if not is_greedy(trajectory)]
         mean = sum(costs) / max(len(costs), 1)
         self.multiplier = next_multiplier(self.multiplier, mean, self.safety) if costs else self.multiplier
         return {"reward/cost_mean": mean, "train/lagrange_multiplier": self.multiplier}
@@ -44,7 +45,9 @@ class SafeRlhf(PolicyGradient):
         self.multiplier = max(state.get("multiplier", self.safety.multiplier), least_multiplier(self.safety))
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
-        """Whether a group's rewards or its costs differ."""
+        """Whether a group's rewards or its costs differ, and there is what they are compared with."""
+        if not self.can_compare(group):
+            return False
         good = [trajectory for trajectory in group if trajectory.failure is None]
         tolerance = self.safety.variance_tolerance
         return super().keeps(group) or is_informative([self.cost(trajectory) for trajectory in good], tolerance)
