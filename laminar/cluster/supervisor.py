@@ -44,7 +44,7 @@ from laminar.cluster.scaling import SPARE_WORKERS, Scaling
 from laminar.cluster.sentinel import Sentinel
 from laminar.cluster.usage import UsageMeter
 from laminar.config.root import LaminarConfig
-from laminar.control import Verb
+from laminar.control import Verb, forget_requests
 from laminar.errors import ConfigError, LaminarError, RunFailedError, first_error
 from laminar.experience.client import check_server, connect
 from laminar.experience.server import EmbeddedServer
@@ -161,6 +161,7 @@ class Supervisor:
         stack.push_async_callback(self._redis.aclose)
         await check_server(self._redis)
         await data.put_into_pool(self._redis, state.run_id, self._config)
+        await forget_requests(self._redis, state.run_id)
         self._folder.update_state(redis_url=url)
 
         self._say("starting Ray")
@@ -237,8 +238,7 @@ class Supervisor:
             Verb.STOP: self._stop_by_request, Verb.PAUSE: live.pause, Verb.UNPAUSE: live.unpause, Verb.SET: live.set,
             Verb.SCALE: scaling.change,
         }  # fmt: skip
-        began = self._folder.read_state().started_at
-        desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say, began)
+        desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say)
         held_out = data.encoded_held_out()
         evaluations = Evaluations(self._config, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
