@@ -95,6 +95,8 @@ class RunSource:
                 "in_flight_limit": config.rollout.max_in_flight_groups,
             },
             "step": self.history.steps[-1] if self.history.steps else 0,
+            "num_marks": len(self.history.marks),
+            "num_evaluations": len(self.history.evaluations),
             "latest": latest,
             "recent": self.history.recent(RECENT_STEPS),
             "roles": {

@@ -204,6 +204,20 @@ async def test_history_timeline_logs_config_and_metrics_are_answered(ask):
     assert 'laminar_staleness_histogram{run="run-a",versions="1"} 4' in metrics
 
 
+async def test_a_mark_and_an_evaluation_between_steps_are_told_to_an_open_page(ask, folder):
+    def told(state):
+        return state["step"], state["num_marks"], state["num_evaluations"]
+
+    before = told((await ask("/api/state"))[2])
+    file = MetricsFile(folder.metrics)
+    file.append("mark", 3, {"what": "notice", "text": "trainer restarted"})
+    file.append("evaluation", 3, {"eval/accuracy": 0.5})
+    async with asyncio.timeout(10):
+        while (now := told((await ask("/api/state"))[2])) == before:
+            await asyncio.sleep(0.05)
+    assert (before, now) == ((3, 1, 0), (3, 2, 1))
+
+
 async def test_trajectories_are_found_and_shown(ask):
     _, _, found = await ask("/api/trajectories", query="min_reward=0.2&outcome=trained")
     assert [(row["trajectory_id"], row["staleness"]) for row in found["rows"]] == [("00000003-000", 1)]
