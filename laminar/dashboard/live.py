@@ -202,21 +202,22 @@ class LiveFeed:
             self._reader = TelemetryReader(self._client, self.state.run_id)
             self._buffer = ExperienceBuffer(ExperienceStore(self._client, self.state.run_id, outage_seconds=1.0))
         while events := await self._reader.read():
-            now = time.time() if self._has_looked else None  # the first look finds what was told long ago
             for event in events:
-                self._take(event, now)
+                self._take(event)
         self._has_looked = True
         self.view.snapshot = await self._buffer.peek()
         if time.monotonic() - self._relays_at > RELAYS_SECONDS:
             self.relays, self._relays_at = await self._read_relays(self._client), time.monotonic()
 
-    def _take(self, event: Event, heard_at: float | None) -> None:
+    def _take(self, event: Event) -> None:
         """Take in what the stream has; what the files, or a look over an earlier connection, had told is no news."""
+        order = order_of(event.event_id)
         if event.kind in ("worker", "clock"):
-            if (order := order_of(event.event_id)) <= self._known:
+            if order <= self._known:
                 return
             self._known = order
-        self.view.apply(event, heard_at)
+        # The first look finds what was told long ago; then the server's clock, which is one for all roles, says when.
+        self.view.apply(event, time.time() if self._has_looked else order[0] / 1000)
 
     async def _read_relays(self, client: Redis) -> list[dict[str, Any]]:
         pattern = f"laminar:{self.state.run_id}:directory:relay:*"
