@@ -16,7 +16,7 @@ from typing import Any
 import redis.exceptions
 from redis.asyncio import Redis
 
-from laminar.control import ANSWER_TTL_SECONDS, Answer, Request, Verb, answer_key, requests_key
+from laminar.control import ANSWER_TTL_SECONDS, MAX_AGE_SECONDS, Answer, Request, Verb, answer_key, requests_key
 from laminar.errors import LaminarError
 from laminar.telemetry.stream import TelemetryWriter
 
@@ -39,7 +39,6 @@ class ControlDesk:
         actions: by verb.
         telemetry: told of everything that was done.
         say: for the user.
-        since: Unix seconds at which this life of the run began; what was asked of an earlier one is not for this one.
         poll_seconds: between two looks for a request.
     """
 
@@ -51,10 +50,9 @@ class ControlDesk:
         actions: Mapping[Verb, Action],
         telemetry: TelemetryWriter,
         say: Callable[[str], None],
-        since: float = 0.0,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        self._since, self._poll_seconds = since, poll_seconds
+        self._poll_seconds = poll_seconds
         self._client, self._run_id, self._token, self._actions = client, run_id, token, actions
         self._telemetry, self._say = telemetry, say
         self._seen: deque[str] = deque(maxlen=MAX_REMEMBERED)
@@ -87,17 +85,18 @@ class ControlDesk:
         )
 
     async def _answer(self, request: Request) -> Answer:
-        is_new = request.asked_at >= self._since and request.request_id not in self._seen
-        if not is_new or not request.is_genuine(self._token, time.time()):
-            logger.warning("control: refused %s by %s: not signed with the run's token", request.verb, request.asked_by)
-            return Answer(False, "the request is not signed with the run's token, or is old; use the run folder's own token")
+        if why := self._refusal(request):
+            logger.warning("control: refused %s by %s: %s", request.verb, request.asked_by, why)
+            return Answer(False, why)
         self._seen.append(request.request_id)
         try:
             text = await self._actions[request.verb](request.arguments)
         except LaminarError as error:
             return Answer(False, str(error))
-        except (redis.exceptions.RedisError, OSError):
+        except redis.exceptions.RedisError:
             raise
+        except OSError as error:  # a full disk
+            return Answer(False, f"{request.verb} failed: {error}; mend that, and ask again")
         except Exception as error:  # a request that nobody thought of must not end the run
             logger.exception("control: %s by %s failed", request.verb, request.asked_by)
             return Answer(False, f"{request.verb} failed: {error!r}; the run's output has it whole")
@@ -105,3 +104,17 @@ class ControlDesk:
         self._say(f"{request.verb} (by {request.asked_by}): {text}")
         await self._telemetry.emit("control", fields={"text": text, "verb": request.verb, "by": request.asked_by})
         return Answer(True, text)
+
+    def _refusal(self, request: Request) -> str:
+        """Why a request is not obeyed; nothing if it is."""
+        if not request.is_genuine(self._token):
+            return "the request is not signed with the run's token; use the run folder's own token"
+        if request.request_id in self._seen:
+            return "the request was obeyed already; ask anew"
+        age = time.time() - request.asked_at
+        if abs(age) > MAX_AGE_SECONDS:
+            return (
+                f"the request was made {age:.0f} s ago by the supervisor's clock, which may differ from now by "
+                f"{MAX_AGE_SECONDS:g} s; ask anew, or set the clocks of both machines right"
+            )
+        return ""

@@ -4,7 +4,7 @@ Invariants: a group keeps the bound it was admitted under, and work in flight is
 also stands in the run folder's config, so a resume goes on with it. It does not know who asks.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from laminar.cluster.crew import Crew
@@ -59,11 +59,12 @@ class LiveSettings:
 
         Raises:
             ConfigError: the setting cannot change in a living run, or the value is wrong.
+            OSError: the run folder's config cannot be written; nothing is changed.
         """
         key, value = arguments.get("key", ""), arguments.get("value", "")
-        changes: dict[str, Callable[[LaminarConfig], Awaitable[str]]] = {
-            BOUND: self._set_bound,
-            IN_FLIGHT: self._set_in_flight,
+        changes: dict[str, Callable[[LaminarConfig], tuple[LaminarConfig, str]]] = {
+            BOUND: self._with_bound,
+            IN_FLIGHT: self._with_in_flight,
         }
         if key not in changes:
             raise ConfigError(
@@ -71,11 +72,14 @@ class LiveSettings:
                 f"`laminar resume` it with {key}={value}"
             )
         wanted = load_config(self._folder.config, [f"{key}={value}"])
-        text = await changes[key](wanted)
-        self._folder.write_config(dump_toml(wanted))
+        changed, text = changes[key](wanted)
+        self._folder.write_config(dump_toml(wanted))  # first: what a resume would not find is not set either
+        await self._apply(changed)
+        if key == IN_FLIGHT:
+            await self._crew.limit_in_flight(changed.rollout.max_in_flight_groups)
         return f"{key}: {text}"
 
-    async def _set_bound(self, wanted: LaminarConfig) -> str:
+    def _with_bound(self, wanted: LaminarConfig) -> tuple[LaminarConfig, str]:
         old, new = self.config.staleness.bound, wanted.staleness.bound  # None: unbounded
         if self.config.staleness.policy == "mask" or not old or not new:
             raise ConfigError(
@@ -83,15 +87,13 @@ class LiveSettings:
                 'run: only between bounds of 1 or more, and not with staleness.policy = "mask"; stop the run and resume it'
             )
         staleness = self.config.staleness.model_copy(update={"max_staleness": new})
-        await self._apply(self.config.model_copy(update={"staleness": staleness}))
-        return f"{old} -> {new}; groups in flight keep the bound they were admitted under"
+        text = f"{old} -> {new}; groups in flight keep the bound they were admitted under"
+        return self.config.model_copy(update={"staleness": staleness}), text
 
-    async def _set_in_flight(self, wanted: LaminarConfig) -> str:
+    def _with_in_flight(self, wanted: LaminarConfig) -> tuple[LaminarConfig, str]:
         old, new = self.config.rollout.max_in_flight_groups, wanted.rollout.max_in_flight_groups
         rollout = self.config.rollout.model_copy(update={"max_in_flight_groups": new})
-        await self._apply(self.config.model_copy(update={"rollout": rollout}))
-        await self._crew.limit_in_flight(new)
-        return f"{old} -> {new} groups a worker"
+        return self.config.model_copy(update={"rollout": rollout}), f"{old} -> {new} groups a worker"
 
     async def _pause(self, is_paused: bool) -> None:
         self.is_paused = self._keeper.is_paused = is_paused

@@ -66,7 +66,7 @@ class ObserverProcess:
             await self._telemetry.emit(
                 "notice", {f"faults/restarts_{ROLE}": count}, fields={"text": f"observer restarted: {why}"}
             )
-            await asyncio.sleep(min(MAX_PAUSE_SECONDS, 0.1 * 2**count))
+            await asyncio.sleep(pause_seconds(count))
 
     async def end(self) -> bool:
         """Let it write what it has not, and end; whether it did so in order and in time."""
@@ -109,6 +109,11 @@ class ObserverProcess:
             if not beats:
                 return f"it ended with status {await process.wait()}"
             seconds = self._silent_seconds
+
+
+def pause_seconds(restarts: int) -> float:
+    """Before the next start: twice as long each time, at most `MAX_PAUSE_SECONDS`, after however many."""
+    return min(MAX_PAUSE_SECONDS, 0.1 * 2 ** min(restarts, 10))
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -2,24 +2,26 @@
 
 Order of starting: sentinel, prompts, Redis, Ray, then all roles at once: workers wait for the version that the trainer
 publishes first. Stopping undoes it in reverse, by the same path whether the run ended, failed, or was told to end.
-Every wait has a deadline.
+Every wait has a deadline. While the run starts there is no step to finish: the first signal ends it at once.
 
 It names roles by import string and knows nothing of models, engines or losses.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import os
 import secrets
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import redis.exceptions
 
@@ -42,7 +44,7 @@ from laminar.cluster.scaling import SPARE_WORKERS, Scaling
 from laminar.cluster.sentinel import Sentinel
 from laminar.cluster.usage import UsageMeter
 from laminar.config.root import LaminarConfig
-from laminar.control import Verb
+from laminar.control import Verb, forget_requests
 from laminar.errors import ConfigError, LaminarError, RunFailedError, first_error
 from laminar.experience.client import check_server, connect
 from laminar.experience.server import EmbeddedServer
@@ -52,6 +54,8 @@ from laminar.telemetry.follower import Follower
 from laminar.telemetry.observer import settle
 from laminar.telemetry.stream import Event, TelemetryReader, TelemetryWriter
 from laminar.telemetry.view import RunView
+
+T = TypeVar("T")
 
 logger = logging.getLogger("laminar.supervisor")
 UNEXPECTED = "an error that nobody expected; the output of the run, or logs/supervisor.log, has it"
@@ -92,6 +96,7 @@ class Supervisor:
         self._life_lock = life_lock
         self._on_event, self._say = on_event, say
         self._stop = asyncio.Event()
+        self._is_starting = True
         self._is_giving_up = False
         self._server: EmbeddedServer | None = None
         self._children: dict[str, Child] = {}
@@ -143,8 +148,8 @@ class Supervisor:
         stack.callback(end_processes, state.run_id, STOP_SECONDS)
 
         self._serve_dashboard(stack)
-        self._config = await asyncio.to_thread(with_local_model, self._config)
-        data = await asyncio.to_thread(load_run_data, self._config, self._config_folder)
+        self._config = await abandonable(with_local_model, self._config)
+        data = await abandonable(load_run_data, self._config, self._config_folder)
         self._say(f"{len(data.prompts)} prompts" + (f", {len(data.held_out)} held out" if data.held_out else ""))
         url = self._config.experience.redis_url
         if url == "embedded":
@@ -156,6 +161,7 @@ class Supervisor:
         stack.push_async_callback(self._redis.aclose)
         await check_server(self._redis)
         await data.put_into_pool(self._redis, state.run_id, self._config)
+        await forget_requests(self._redis, state.run_id)
         self._folder.update_state(redis_url=url)
 
         self._say("starting Ray")
@@ -188,8 +194,13 @@ class Supervisor:
         if self._stop.is_set():
             main.cancel()
             return
-        self._say(f"{number.name}: finishing the step and saving a checkpoint; once more to end at once")
         self._stop.set()
+        if self._is_starting:
+            self.outcome.reason = "told to stop while it was starting"
+            self._say(f"{number.name}: ending, for no step has begun")
+            main.cancel()
+            return
+        self._say(f"{number.name}: finishing the step and saving a checkpoint; once more to end at once")
 
     async def _stop_by_request(self, arguments: Mapping[str, str]) -> str:
         """`stop`: in order, or at once (without a checkpoint)."""
@@ -227,8 +238,7 @@ class Supervisor:
             Verb.STOP: self._stop_by_request, Verb.PAUSE: live.pause, Verb.UNPAUSE: live.unpause, Verb.SET: live.set,
             Verb.SCALE: scaling.change,
         }  # fmt: skip
-        began = self._folder.read_state().started_at
-        desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say, began)
+        desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say)
         held_out = data.encoded_held_out()
         evaluations = Evaluations(self._config, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
@@ -278,6 +288,7 @@ class Supervisor:
     ) -> None:
         """Training and the evaluations around it; a stop signal cuts it short in order."""
         self._folder.update_state(status="running")
+        self._is_starting = False
         training = group.create_task(crew.train())
         progress = group.create_task(self._watch_progress(crew, follower, live))
         for index in range(self._config.rollout.num_workers):
@@ -360,6 +371,21 @@ class Supervisor:
                 if await crew.save_and_end():
                     saved = "a checkpoint was saved"
         return f"no step ended for {limit:g} s; the trainer waits for {waits}; {saved}{where}"
+
+
+async def abandonable(work: Callable[..., T], *arguments: Any) -> T:
+    """As `asyncio.to_thread`, for what may take long (a download): nobody waits for its thread once this is cancelled."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*arguments))
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="start", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 async def cancel_all(tasks: Iterable["asyncio.Task[None]"]) -> None:

@@ -32,7 +32,7 @@ class Facts:
         silent: seconds since each role was heard of.
         latest: metrics of the newest step.
         earlier: metrics of a step some time before, for what is counted since the start.
-        seconds_since_step: None before the first.
+        seconds_since_step: None before the first of this life.
         mean_step_seconds: None before the first.
         free_disk_ratio: of the disk that holds the run folder.
         trainer_wait: what the trainer waits for.

@@ -1,8 +1,11 @@
 """A run's steps as columns, read once and then only where the file has grown; thinned for drawing.
 
-Invariant: one point a step, steps ascending, as in `metrics.jsonl`; a file that was rewound by a resume is read anew.
+Invariants: one point a step, steps ascending, as in `metrics.jsonl`; a file that was rewound by a resume is read anew.
+A value that is not finite is a gap: a page cannot read it, and its step is there.
 """
 
+import contextlib
+import json
 import math
 import os
 import threading
@@ -68,16 +71,12 @@ class History:
         return is_new
 
     def _take(self, text: bytes) -> None:
-        try:
-            line = _decode(text)
-        except msgspec.DecodeError:
-            return
-        match line.get("kind"):
-            case "step":
+        match _parse(text):
+            case {"kind": "step", "step": int()} as line:
                 self._add_step(line)
-            case "evaluation":
+            case {"kind": "evaluation"} as line:
                 self.evaluations = [*self.evaluations[-MAX_EVALUATIONS:], line]
-            case "mark":
+            case {"kind": "mark"} as line:
                 self.marks.append(line)
 
     def _add_step(self, line: Mapping[str, Any]) -> None:
@@ -137,6 +136,16 @@ class History:
         }
         last_steps = [steps[min(start + size, len(steps)) - 1] for start in starts]
         return {"steps": last_steps, "columns": columns, "steps_per_point": size}
+
+
+def _parse(text: bytes) -> Any:
+    """What a line holds, None where a number is not finite; None of a torn one."""
+    try:
+        return _decode(text)
+    except msgspec.DecodeError:  # NaN and Infinity, which Python writes, are none of JSON's: it alone reads them
+        with contextlib.suppress(ValueError):
+            return json.loads(text, parse_constant=lambda _: None)
+    return None
 
 
 def rate(values: Iterable[float], seconds: Iterable[float]) -> float | None:

@@ -1,12 +1,14 @@
 """What a living run says now, from the data module; of a finished one, what its timeline file says last.
 
-Invariants: reading never changes the run; a data module that is away makes values old, which is shown, not an error. One
-feed serves all open pages.
+Invariants: reading never changes the run; a data module that is away, or a state file that cannot be read, makes values old,
+which is shown, not an error. Which events are new is told by their place in the stream, and whether a role is silent by our
+own clock, so machines whose clocks differ are all heard. One feed serves all open pages.
 """
 
 import asyncio
 import json
 import logging
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
 from laminar.experience.store import ExperienceStore
 from laminar.run_folder import RunFolder, RunState
-from laminar.telemetry.stream import Event, TelemetryReader
+from laminar.telemetry.stream import Event, TelemetryReader, order_of
 from laminar.telemetry.timeline import read_timeline
 from laminar.types import GroupState
 
@@ -70,10 +72,15 @@ class LiveView:
     snapshot: Snapshot | None = None
     retired: set[str] = field(default_factory=set)
 
-    def apply(self, event: Event) -> None:
-        """Take in one event."""
+    def missed(self, since: float) -> set[str]:
+        """Roles that were heard since then, and have not ended in order."""
+        return {name for name, role in self.roles.items() if role.heard_at >= since} - self.retired
+
+    def apply(self, event: Event, heard_at: float | None = None) -> None:
+        """Take in one event; it was heard when it was told, unless another time is given."""
         if event.kind in ("worker", "clock"):
             self.note_role(event.role, event.time, event.metrics)
+            self.roles[event.role].heard_at = event.time if heard_at is None else heard_at
             self.add_spans(event.role, event.fields.get("spans", ()))
         elif event.kind == "retired":
             self.retired.add(str(event.fields.get("role")))
@@ -83,10 +90,10 @@ class LiveView:
             self.trainer_wait = ""
 
     def note_role(self, name: str, at: float, metrics: Mapping[str, float]) -> None:
-        """A role's metrics of one moment."""
+        """A role's metrics of one moment; those that are not finite are left out, since a page cannot read them."""
         self.retired.discard(name)
         role = self.roles[name]
-        role.metrics, role.heard_at = dict(metrics), at
+        role.metrics, role.heard_at = {n: value for n, value in metrics.items() if math.isfinite(value)}, at
         self.windows[name].append((at, role.metrics))
 
     def add_spans(self, name: str, spans: Any) -> None:
@@ -142,6 +149,9 @@ class LiveFeed:
         self._relays_at = -RELAYS_SECONDS
         self._client: Redis | None = None
         self._url = ""
+        self._known = (0, 0)
+        """The newest event of a role that is in the view."""
+        self._has_looked = False
 
     async def run(self) -> None:
         """Follow the run until cancelled.
@@ -151,11 +161,11 @@ class LiveFeed:
         await asyncio.to_thread(self._read_files)
         try:
             while True:
-                self.state, self.is_alive = self._folder.read_state(), self._folder.is_alive()
                 try:
+                    self.state, self.is_alive = self._folder.read_state(), self._folder.is_alive()
                     await self._look()
                 except (redis.exceptions.RedisError, OSError, LaminarError) as error:
-                    logger.info("the data module does not answer: %s", error)
+                    logger.info("the run cannot be looked at now: %s", error)
                     await self._close()
                 await asyncio.sleep(POLL_SECONDS)
         finally:
@@ -176,6 +186,7 @@ class LiveFeed:
         for line in read_timeline(self._folder.timeline):
             if line["kind"] == "spans":
                 self.view.add_spans(line["role"], line["spans"])
+                self._known = max(self._known, order_of(line.get("event", "")))
             else:
                 for name, metrics in line["roles"].items():
                     self.view.note_role(name, line["time"], metrics)
@@ -190,14 +201,23 @@ class LiveFeed:
             self._client, self._url = await connect(self.state.redis_url), self.state.redis_url
             self._reader = TelemetryReader(self._client, self.state.run_id)
             self._buffer = ExperienceBuffer(ExperienceStore(self._client, self.state.run_id, outage_seconds=1.0))
-        known = max((role.heard_at for role in self.view.roles.values()), default=0.0)
         while events := await self._reader.read():
             for event in events:
-                if event.time > known or event.kind not in ("worker", "clock"):
-                    self.view.apply(event)
+                self._take(event)
+        self._has_looked = True
         self.view.snapshot = await self._buffer.peek()
         if time.monotonic() - self._relays_at > RELAYS_SECONDS:
             self.relays, self._relays_at = await self._read_relays(self._client), time.monotonic()
+
+    def _take(self, event: Event) -> None:
+        """Take in what the stream has; what the files, or a look over an earlier connection, had told is no news."""
+        order = order_of(event.event_id)
+        if event.kind in ("worker", "clock"):
+            if order <= self._known:
+                return
+            self._known = order
+        # The first look finds what was told long ago; then the server's clock, which is one for all roles, says when.
+        self.view.apply(event, time.time() if self._has_looked else order[0] / 1000)
 
     async def _read_relays(self, client: Redis) -> list[dict[str, Any]]:
         pattern = f"laminar:{self.state.run_id}:directory:relay:*"

@@ -79,7 +79,7 @@ class RunSource:
         buffer = describe_buffer(view.snapshot)
         ended = run.status in ("finished", "stopped", "failed")
         status = run.status if self.feed.is_alive or ended else f"dead while {run.status}"
-        missed = view.roles.keys() - view.retired if self.feed.is_alive else ()
+        missed = view.missed(run.started_at) if self.feed.is_alive else ()
         silent = {n: round(max(0.0, now - r.heard_at), 1) if n in missed else None for n, r in view.roles.items()}
         return {
             "run": {
@@ -95,6 +95,8 @@ class RunSource:
                 "in_flight_limit": config.rollout.max_in_flight_groups,
             },
             "step": self.history.steps[-1] if self.history.steps else 0,
+            "num_marks": len(self.history.marks),
+            "num_evaluations": len(self.history.evaluations),
             "latest": latest,
             "recent": self.history.recent(RECENT_STEPS),
             "roles": {
@@ -117,9 +119,9 @@ class RunSource:
         }
 
     def _shown_roles(self) -> list[str]:
-        """In order of their names; of a living run without those that ended in order, such as scaled-down workers."""
+        """In order of their names; of a living run without those of an earlier life, or that ended in order."""
         view = self.feed.view
-        left = view.roles.keys() - view.retired
+        left = view.missed(self.feed.state.started_at)
         return sorted(left if self.feed.is_alive and left else view.roles)
 
     def _bottleneck(self) -> str:
@@ -150,21 +152,17 @@ class RunSource:
     def _facts(self, latest: dict[str, float], now: float) -> Facts:
         usage = shutil.disk_usage(self.folder.path)
         seconds = self.history.values("time/step_seconds", RECENT_STEPS)
-        snapshot = self.feed.view.snapshot
+        view, began = self.feed.view, self.feed.state.started_at
         return Facts(
             is_alive=self.feed.is_alive,
-            silent={
-                name: now - role.heard_at
-                for name, role in self.feed.view.roles.items()
-                if name not in self.feed.view.retired
-            },
+            silent={name: now - view.roles[name].heard_at for name in view.missed(began)},
             latest=latest,
             earlier={name: self.history.value(name, -EARLIER_STEPS) or 0.0 for name in latest},
-            seconds_since_step=now - latest["time"] if "time" in latest else None,
+            seconds_since_step=now - latest["time"] if "time" in latest and latest["time"] >= began else None,
             mean_step_seconds=sum(seconds) / len(seconds) if seconds else None,
             free_disk_ratio=usage.free / usage.total,
-            trainer_wait=self.feed.view.trainer_wait,
-            is_paused=bool(snapshot and snapshot.is_paused),
+            trainer_wait=view.trainer_wait,
+            is_paused=bool(view.snapshot and view.snapshot.is_paused),
         )
 
     def timeline(self, seconds: float, max_spans: int = 500) -> dict[str, Any]:

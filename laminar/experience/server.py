@@ -1,11 +1,13 @@
 """The bundled Valkey server: data in one folder, reachable from this machine only, gone with the process that started it.
 
 Invariants: nothing is ever evicted (`noeviction`); an append-only file lets a restart on the same folder find the data
-again, but for the last second or two; the password is new each time and stands only in files that nobody else may read.
+again, but for the last second or two: where a loss of power tore the file's end, that is cut off; the password is new each
+time and stands only in files that nobody else may read.
 
 This module does not know what is stored in the server.
 """
 
+import contextlib
 import os
 import secrets
 import socket
@@ -23,6 +25,9 @@ from laminar.errors import EnvironmentSetupError
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel's limit on a socket's path is 108 bytes with its end mark, on some systems 104."""
 MAX_PORT_TRIES = 5
+TORN = "Bad file format reading the append only file"
+CHECKER = "valkey-check-aof"
+"""The same program by another name."""
 NOT_OURS = "set experience.redis_url to a running server instead"
 
 
@@ -84,12 +89,16 @@ class EmbeddedServer:
             if self._answers_before(deadline):
                 return
             self.stop()
-            if "already in use" not in self._last_lines():
+            said = self._last_lines()
+            if "already in use" in said:
+                self._port = 0
+            elif TORN not in said or not self._cut_torn_end(binary):
                 break
-            self._port = 0
+        data = self._folder / "appendonlydir"
+        remedy = f"move {data} away, for a run that is resumed restores what it needs; " if TORN in said else ""
         raise EnvironmentSetupError(
-            f"the bundled Valkey server did not start in {self._folder} ({self._last_lines() or 'no output'}); "
-            f"look into {self._folder / 'valkey.log'}, or {NOT_OURS}"
+            f"the bundled Valkey server did not start in {self._folder} ({said or 'no output'}); "
+            f"{remedy}look into {self._folder / 'valkey.log'}, or {NOT_OURS}"
         )
 
     def stop(self) -> None:
@@ -135,6 +144,17 @@ class EmbeddedServer:
                 env={**os.environ, **SERVER_ENVIRONMENT},
                 start_new_session=True,  # Ctrl-C in the terminal is for the supervisor alone
             )
+
+    def _cut_torn_end(self, binary: Path) -> bool:
+        """Cut off what follows the last whole command of the newest append-only file; whether there was anything."""
+        files = (self._folder / "appendonlydir").glob("*.incr.aof")
+        newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+        if newest is None:
+            return False
+        size, command = newest.stat().st_size, [CHECKER, "--fix", str(newest)]
+        with (self._folder / "valkey.log").open("ab") as log, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, executable=binary, input=b"y\n", stdout=log, stderr=log, timeout=self._start_seconds)
+        return newest.stat().st_size < size
 
     def _configuration(self) -> str:
         lines = {

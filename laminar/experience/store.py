@@ -1,7 +1,8 @@
 """One run's keys on a server, and the scripts that write them.
 
 Invariants: all keys start with the run's prefix; a request may be repeated without a second effect, so one that got no
-answer is repeated, with back-off, until the outage deadline; a script that the server has forgotten is loaded again.
+answer, or found the server's disk full, is repeated, with back-off, until the outage deadline; a script that the server has
+forgotten is loaded again.
 
 This module does not know what the scripts mean.
 """
@@ -30,6 +31,8 @@ FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 1.0
 SCRIPT_ERROR_MARK = "LAMINAR "
 _encoder = msgspec.msgpack.Encoder()
+UNWRITABLE_MARK = "MISCONF "
+"""A server that cannot write its file (a full disk) refuses writes with this until it can again."""
 LOST = (redis.ConnectionError, redis.TimeoutError, ConnectionError, TimeoutError)
 
 
@@ -39,7 +42,7 @@ class ExperienceStore:
     Args:
         client: from `connect`. It belongs to the caller, and to one event loop.
         run_id: name of the run; part of every key.
-        outage_seconds: how long a server may be away before a request gives up.
+        outage_seconds: how long a server may be away, or its disk full, before a request gives up.
     """
 
     def __init__(self, client: Redis, run_id: str, *, outage_seconds: float = OUTAGE_SECONDS) -> None:
@@ -89,7 +92,7 @@ class ExperienceStore:
         await self.client.script_load(_script(script, repeated=repeated)[0])
 
     async def insist(self, name: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat an idempotent request while the server cannot be reached.
+        """Repeat an idempotent request while the server cannot be reached, or cannot write its file.
 
         Raises:
             ExperienceError: the outage deadline has passed, or the server refused.
@@ -99,14 +102,16 @@ class ExperienceStore:
         while True:
             try:
                 return await keep_cancellation(attempt())
-            except LOST as error:
+            except (*LOST, redis.ResponseError) as error:
+                is_unwritable = str(error).startswith(UNWRITABLE_MARK)
+                if isinstance(error, redis.ResponseError) and not is_unwritable:
+                    raise as_experience_error(error) from error
                 if time.monotonic() + pause > deadline:
+                    what = "unable to write its file" if is_unwritable else "out of reach"
                     raise ExperienceError(
-                        f"Redis has been out of reach for {self._outage_seconds:.0f} s at request {name!r} ({error}); "
+                        f"Redis has been {what} for {self._outage_seconds:.0f} s at request {name!r} ({error}); "
                         "see its log, and resume the run when it is back"
                     ) from error
-            except redis.ResponseError as error:
-                raise as_experience_error(error) from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -1,5 +1,6 @@
 """No process outlives its run: the mark finds a whole tree, the sentinel ends it when its supervisor dies."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -13,7 +14,10 @@ import pytest
 
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
 from laminar.cluster.roles import RUN_ID_VARIABLE
+from laminar.cluster.supervisor import Supervisor
 from laminar.cluster.usage import UsageMeter, held_bytes, look_at
+from laminar.config.root import LaminarConfig
+from laminar.run_folder import RunFolder
 
 TREE = """import subprocess, sys, time
 subprocess.Popen([sys.executable, '-c', 'import time; print(flush=True); time.sleep(60)'], start_new_session=True)
@@ -27,6 +31,33 @@ def start_tree(run_id):
     )
     process.stdout.readline()
     return process
+
+
+async def test_the_first_signal_ends_a_run_that_is_still_reading_its_data(tmp_path, monkeypatch):
+    loop, release = asyncio.get_running_loop(), threading.Event()
+    reads_in_daemon_thread = loop.create_future()
+
+    def read(config, config_folder):
+        loop.call_soon_threadsafe(reads_in_daemon_thread.set_result, threading.current_thread().daemon)
+        release.wait(60)
+
+    monkeypatch.setattr("laminar.cluster.supervisor.load_run_data", read)
+    monkeypatch.setenv(RUN_ID_VARIABLE, "")
+    (tmp_path / "model").mkdir()
+    config = LaminarConfig.model_validate({"model": {"path": str(tmp_path / "model")}, "data": {"path": "d"}})
+    folder = RunFolder.create(tmp_path, "a")
+    said = []
+    supervisor = Supervisor(config, folder, tmp_path, folder.begin_life(1), lambda event, view: None, said.append)
+    run = asyncio.create_task(supervisor.run())
+    async with asyncio.timeout(60):
+        assert await reads_in_daemon_thread  # the process's end does not wait for it either
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait({run})
+    release.set()
+    assert run.cancelled()
+    assert said == ["SIGINT: ending, for no step has begun"]
+    state = folder.read_state()
+    assert (state.status, state.reason) == ("stopped", "told to stop while it was starting")
 
 
 def wait_for(condition, seconds=20.0):

@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
+import os
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -14,7 +17,7 @@ from laminar.cluster.data import RunData
 from laminar.cluster.live_settings import LiveSettings
 from laminar.config.load import dump_toml, load_config
 from laminar.config.root import LaminarConfig
-from laminar.control import Request, Verb, answer_key, ask, ask_run, requests_key
+from laminar.control import Request, Verb, answer_key, ask, ask_run, forget_requests, requests_key
 from laminar.errors import ConfigError, RunNotAliveError
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.prompts import PromptPool
@@ -37,6 +40,8 @@ async def desk(redis_client, run_id):
             raise ConfigError("bad cannot be set; set good")
         if arguments.get("key") == "deep":
             raise RecursionError("too deep")
+        if arguments.get("key") == "big":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return "done it"
 
     telemetry = TelemetryWriter(redis_client, run_id, "supervisor")
@@ -67,12 +72,17 @@ async def test_a_request_that_nobody_thought_of_is_answered_and_does_not_end_the
     assert await ask(redis_client, run_id, Request.make(TOKEN, Verb.SET, {"key": "a"}, "test")) == "done it"
 
 
-async def test_a_wrong_token_a_changed_argument_and_an_old_request_are_refused(desk, redis_client, run_id):
+async def test_what_a_full_disk_prevents_is_answered(desk, redis_client, run_id):
+    with pytest.raises(ConfigError, match=r"set failed: .*No space left on device; mend that, and ask again"):
+        await ask(redis_client, run_id, Request.make(TOKEN, Verb.SET, {"key": "big"}, "test"))
+
+
+async def test_a_wrong_token_and_a_changed_argument_are_refused(desk, redis_client, run_id):
     genuine = Request.make(TOKEN, Verb.STOP, {"how": "drain"}, "test")
     forged = [
         Request.make("guess", Verb.STOP, {}, "test"),
         dataclasses.replace(genuine, arguments={"how": "now"}),
-        dataclasses.replace(genuine, asked_at=genuine.asked_at - 120),
+        dataclasses.replace(genuine, asked_at=genuine.asked_at + 1.0),
     ]
     for request in forged:
         with pytest.raises(ConfigError, match="not signed with the run's token"):
@@ -85,28 +95,24 @@ async def test_a_request_that_is_sent_again_is_not_obeyed_again(desk, redis_clie
     request = Request.make(TOKEN, Verb.PAUSE, {}, "test")
     await ask(redis_client, run_id, request)
     await redis_client.delete(answer_key(run_id, request.request_id))
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="obeyed already"):
         await ask(redis_client, run_id, request)
     assert len(desk) == 1
 
 
-async def test_what_was_asked_of_an_earlier_life_is_not_obeyed_by_the_next(redis_client, run_id):
-    request = Request.make(TOKEN, Verb.STOP, {}, "test")
-    await redis_client.rpush(requests_key(run_id), request.to_json())
-    done = []
+@pytest.mark.parametrize("seconds", [-120.0, 120.0])
+async def test_a_request_of_another_time_is_refused_with_that_reason(desk, redis_client, run_id, seconds):
+    plain = dataclasses.replace(Request.make(TOKEN, Verb.STOP, {}, "test"), asked_at=time.time() + seconds)
+    request = dataclasses.replace(plain, signature=plain.signed_with(TOKEN))
+    with pytest.raises(ConfigError, match=rf"made {-seconds:.0f} s ago by the supervisor's clock.*set the clocks"):
+        await ask(redis_client, run_id, request)
+    assert desk == []
 
-    async def note(arguments):
-        done.append(arguments)
-        return "done it"
 
-    telemetry = TelemetryWriter(redis_client, run_id, "supervisor")
-    actions, since = dict.fromkeys(Verb, note), request.asked_at + 0.001
-    task = asyncio.create_task(ControlDesk(redis_client, run_id, TOKEN, actions, telemetry, lambda text: None, since).run())
-    async with asyncio.timeout(10):
-        while not await redis_client.exists(answer_key(run_id, request.request_id)):
-            await asyncio.sleep(0.01)
-    task.cancel()
-    assert done == []
+async def test_what_was_asked_of_an_earlier_life_is_not_obeyed_by_the_next_whatever_the_clock_says(redis_client, run_id):
+    await redis_client.rpush(requests_key(run_id), Request.make(TOKEN, Verb.STOP, {}, "test").to_json())
+    await forget_requests(redis_client, run_id)
+    assert not await redis_client.exists(requests_key(run_id))
 
 
 @pytest.mark.parametrize("junk", [b"\xff\x00", b"[]", b"{}", b'{"verb": "dance"}', json.dumps({"verb": "stop"}).encode()])
@@ -214,6 +220,17 @@ async def test_a_tighter_bound_holds_back_new_groups_only(live):
     await run.settings.set({"key": "staleness.max_staleness", "value": "1"})
     assert (await claim(run)).refused == "staleness"
     assert {header.max_staleness for header in (await run.buffer.peek()).headers} == {3}
+
+
+@pytest.mark.parametrize("key", ["staleness.max_staleness", "rollout.max_in_flight_groups"])
+async def test_what_cannot_be_written_for_a_resume_is_not_set_either(live, disk_limit, key):
+    run = await live()
+    before = run.folder.config.read_text()
+    with disk_limit(100), pytest.raises(OSError, match="too large"):
+        await run.settings.set({"key": key, "value": "3"})
+    assert run.folder.config.read_text() == before
+    assert ((await run.buffer.peek()).max_staleness, run.keeper.config.staleness.max_staleness) == (1, 1)
+    assert run.crew.limits == []
 
 
 async def test_the_in_flight_limit_reaches_workers_and_the_config_of_later_ones(live):

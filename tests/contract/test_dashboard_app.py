@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import os
 import socket
 import time
 
+import msgspec
 import pytest
 
 from laminar.config.load import dump_toml
@@ -13,11 +16,12 @@ from laminar.config.root import LaminarConfig
 from laminar.dashboard.address import allowed_hosts, bind, port_owner, url_of
 from laminar.dashboard.app import FILES, make_app
 from laminar.dashboard.guard import MAX_BODY_BYTES, Guard
+from laminar.dashboard.live import LiveFeed
 from laminar.dashboard.source import RunSource
 from laminar.errors import EnvironmentSetupError
 from laminar.run_folder import RunFolder, RunState
 from laminar.telemetry.files import MetricsFile
-from laminar.telemetry.stream import Event
+from laminar.telemetry.stream import Event, stream_key
 from laminar.telemetry.timeline import TimelineFile
 from laminar.trajectories import append_step
 from rollout.scripted import CodePointTokenizer
@@ -110,6 +114,71 @@ def test_a_role_of_a_living_run_is_silent_once_it_has_missed_ten_reports(folder)
     assert alert["text"].startswith("rollout-1 has been silent")
 
 
+async def test_a_resume_misses_neither_the_roles_nor_the_steps_of_the_life_before(folder):
+    TimelineFile(folder.timeline).add_roles(104.0, {"rollout-0": {}, "rollout-1": {}})
+    folder.write_state(dataclasses.replace(folder.read_state(), status="running", started_at=time.time(), lives=2))
+    source = RunSource(folder)
+    await source.feed.look_once()
+    source.feed.is_alive = True
+    source.feed.view.apply(Event("rollout-0", "worker", time.time(), {}, {}))
+    state = source.state()
+    assert {alert["name"] for alert in state["alerts"]} & {"role_silent", "no_progress"} == set()
+    assert {name: role["is_silent"] for name, role in state["roles"].items()} == {"rollout-0": False}
+
+
+@pytest.fixture
+async def living(folder, valkey, redis_client, run_id, monkeypatch):
+    """The feed of a living run whose files were written by a clock that is ahead, and what sends it events."""
+    monkeypatch.setattr("laminar.dashboard.live.POLL_SECONDS", 0.01)
+    ahead = time.time() + 1000.0
+    TimelineFile(folder.timeline).add_roles(ahead, {"trainer-0": {}})
+    folder.write_state(RunState(run_id, TOKEN, 1, "running", redis_url=valkey.url))
+    lock, feed = folder.begin_life(1), LiveFeed(folder)
+    task = asyncio.create_task(feed.run())
+
+    async def send(role, at):
+        event = Event(role, "worker", at, {}, {"spans": [["decode", at - 1.0, at]]})
+        await redis_client.xadd(stream_key(run_id), {b"e": msgspec.msgpack.encode(event)})
+
+    async def wait_for(condition):
+        async with asyncio.timeout(20):
+            while not condition():
+                assert not task.done()
+                await asyncio.sleep(0.01)
+
+    yield feed, send, wait_for
+    os.close(lock)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_roles_whose_clocks_are_behind_are_heard_and_are_not_silent(living):
+    feed, send, wait_for = living
+    behind = time.time() - 500.0
+    for count in (1, 2):  # what the first look finds, and what comes later
+        await send("rollout-0", behind + count)
+        await wait_for(lambda count=count: len(feed.view.windows["rollout-0"]) == count)
+        assert feed.view.roles["rollout-0"].heard_at > behind + 400.0
+    assert list(feed.view.spans["rollout-0"]) == [("decode", behind, behind + 2.0)]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"run_id": "cut sho'])
+async def test_a_state_that_cannot_be_read_for_a_moment_ends_no_feed_and_repeats_no_event(living, folder, text):
+    feed, send, wait_for = living
+    file, state = folder.path / "state.json", folder.read_state()
+    await send("rollout-0", 10.0)
+    await wait_for(lambda: "rollout-0" in feed.view.roles)
+    file.write_text(text) if text else file.unlink()
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    folder.write_state(dataclasses.replace(state, status="stopping"))
+    await send("rollout-0", 20.0)
+    await wait_for(lambda: len(feed.view.windows["rollout-0"]) > 1)
+    assert feed.state.status == "stopping"
+    assert [at for at, _ in feed.view.windows["rollout-0"]] == [10.0, 20.0]
+
+
 def test_a_worker_that_was_scaled_away_is_shown_no_more_while_the_run_lives(folder):
     source = RunSource(folder)
     source.feed.is_alive = True
@@ -133,6 +202,20 @@ async def test_history_timeline_logs_config_and_metrics_are_answered(ask):
     assert "hunter2" not in config
     _, _, metrics = await ask("/metrics")
     assert 'laminar_staleness_histogram{run="run-a",versions="1"} 4' in metrics
+
+
+async def test_a_mark_and_an_evaluation_between_steps_are_told_to_an_open_page(ask, folder):
+    def told(state):
+        return state["step"], state["num_marks"], state["num_evaluations"]
+
+    before = told((await ask("/api/state"))[2])
+    file = MetricsFile(folder.metrics)
+    file.append("mark", 3, {"what": "notice", "text": "trainer restarted"})
+    file.append("evaluation", 3, {"eval/accuracy": 0.5})
+    async with asyncio.timeout(10):
+        while (now := told((await ask("/api/state"))[2])) == before:
+            await asyncio.sleep(0.05)
+    assert (before, now) == ((3, 1, 0), (3, 2, 1))
 
 
 async def test_trajectories_are_found_and_shown(ask):

@@ -98,6 +98,19 @@ async def test_an_empty_replacement_goes_on_at_the_trainers_number(make_run):
     assert (counters.trained, counters.is_balanced) == (12, True)
 
 
+async def test_servers_that_are_replaced_before_a_step_is_trained_never_give_a_group_id_out_twice(make_run):
+    run = await make_run(**SETTINGS)
+    await run.ready("0.0", groups=2)
+    frontier = await take_frontier(run, 1)
+    given = []
+    for lineage in (1, 2, 3):
+        await run.store.client.flushdb()
+        run = await make_run(**SETTINGS, opened=False, store=run.store)
+        await run.buffer.restore(lineage, 1, frontier)
+        given += [group.group_id for group in (await run.claim(f"{lineage}.1", groups=3)).groups]
+    assert len(set(given)) == len(given) == 9
+
+
 async def test_a_batch_that_was_taken_and_not_trained_is_ready_again(make_run):
     run = await make_run(**SETTINGS)
     await run.ready("0.0", groups=4)

@@ -1,6 +1,7 @@
 """The bundled server and connections: start, restart, death of the starter, refusals, outages, full memory."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -62,6 +63,30 @@ async def test_restart_on_the_same_folder_finds_the_data_again(tmp_path):
             assert await client.get("key") == expected
             await client.set("key", "kept")
             await client.aclose()
+
+
+@pytest.mark.parametrize(("lost_bytes", "kept"), [(0, {b"a", b"b", b"c"}), (30, {b"a", b"b"})])
+async def test_an_append_only_file_with_a_torn_end_is_cut_there(server, client, kill, append_only_file, lost_bytes, kept):
+    """As after a loss of power: the file system had given the file its length, and not yet its content."""
+    for key in "abc":
+        await client.set(key, "x" * 50)
+    kill(server)
+    content = append_only_file().read_bytes()
+    append_only_file().write_bytes(content[: len(content) - lost_bytes] + bytes(4096))
+    server.start()
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(redis.ConnectionError):  # the connection to the one that was killed
+                assert set(await client.keys()) == kept
+                return
+
+
+def test_data_that_cannot_be_read_are_an_error_that_says_they_may_be_moved_away(server, kill, tmp_path):
+    kill(server)
+    (base,) = (tmp_path / "redis" / "appendonlydir").glob("*.base.rdb")
+    base.write_bytes(bytes(88))
+    with pytest.raises(EnvironmentSetupError, match=r"Bad file format.*move .*/appendonlydir away"):
+        server.start()
 
 
 async def test_long_folder_gets_a_socket_with_a_short_path(tmp_path):
@@ -133,6 +158,52 @@ async def test_outage_beyond_its_deadline_is_an_error_that_names_the_request(ser
     server.stop()
     with pytest.raises(ExperienceError, match="Redis has been out of reach for 0 s at request 'peek'"):
         await store.run("peek")
+
+
+@pytest.fixture
+async def fill_disk(client, tmp_path):
+    """Make the server refuse writes, as with a full disk, until the returned function is called."""
+
+    async def save(outcome):
+        await client.bgsave()
+        async with asyncio.timeout(10):
+            while (await client.info("persistence"))["rdb_last_bgsave_status"] != outcome:
+                await asyncio.sleep(0.01)
+
+    async def fill():
+        (tmp_path / "redis" / "dump.rdb").mkdir()
+        await client.config_set("save", "3600 1")
+        await save("err")
+        with pytest.raises(redis.ResponseError, match="MISCONF"):
+            await client.set("a", 1)
+
+    async def make_room():
+        (tmp_path / "redis" / "dump.rdb").rmdir()
+        await save("ok")
+
+    return fill, make_room
+
+
+async def test_requests_wait_for_a_server_whose_disk_is_full(client, make_run, fill_disk):
+    run = await make_run(store=ExperienceStore(client, "full", outage_seconds=30))
+    group = (await run.claim("0.0", groups=1)).groups[0].group_id
+    fill, make_room = fill_disk
+    await fill()
+    waiting = [
+        asyncio.create_task(request)
+        for request in (run.claim("0.0", groups=1), run.buffer.submit(long_trajectory(group, 10), "w"))
+    ]
+    done, _ = await asyncio.wait(waiting, timeout=0.1)
+    assert not done
+    await make_room()
+    claim, outcome = await asyncio.gather(*waiting)
+    assert (len(claim.groups), outcome) == (1, "accepted")
+
+
+async def test_a_disk_that_stays_full_is_an_error_that_names_it(client, make_run, fill_disk):
+    await fill_disk[0]()
+    with pytest.raises(ExperienceError, match=r"Redis has been unable to write its file for 0 s at request 'configure'"):
+        await make_run(store=ExperienceStore(client, "full", outage_seconds=0.1))
 
 
 async def test_server_that_may_evict_is_refused(client):

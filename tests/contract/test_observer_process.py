@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from laminar.cluster.observer_process import ObserverProcess
+from laminar.cluster.observer_process import ObserverProcess, pause_seconds
 from laminar.config.load import dump_toml
 from laminar.config.root import LaminarConfig
 from laminar.json_lines import read_lines
@@ -74,6 +74,10 @@ async def test_an_observer_writes_to_the_last_event_and_ends_in_order(kept):
     assert await end(), (folder.logs / "observer.log").read_text()
     assert steps() == [1, 2]
     assert (folder.path / "trace.json").exists()
+
+
+def test_the_pause_before_a_start_doubles_up_to_a_minute_however_often_it_was_started():
+    assert [pause_seconds(count) for count in (1, 2, 9, 10, 2000)] == [0.2, 0.4, 51.2, 60.0, 60.0]
 
 
 @pytest.mark.slow

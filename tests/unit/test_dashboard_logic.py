@@ -1,6 +1,7 @@
 """What the dashboard concludes: the bottleneck sentence, alerts, thinned history, search, Prometheus text."""
 
 import json
+import math
 from array import array
 
 import pytest
@@ -179,6 +180,35 @@ def test_a_history_that_a_resume_rewound_is_read_anew(metrics):
     file.append("step", 3, {"a": 30.0})
     assert history.refresh() is True
     assert (history.steps, history.columns["a"]) == ([1, 2, 3], array("d", [1.0, 2.0, 30.0]))
+
+
+def test_a_step_whose_values_are_not_finite_is_there_with_gaps_that_a_page_can_read(metrics):
+    file, history = metrics
+    for step, loss in ((1, 0.5), (2, math.nan), (3, math.inf), (4, -math.inf)):
+        file.append("step", step, {"train/loss": loss, "a": float(step)})
+    file.append("evaluation", 4, {"eval/accuracy": math.nan})
+    history.refresh()
+    assert (history.steps, history.latest()) == ([1, 2, 3, 4], {"format_version": 1.0, "step": 4.0, "a": 4.0})
+    shown = history.thinned(9, ["train/loss"])["columns"]
+    assert shown == {"train/loss": [0.5, None, None, None]}
+    json.dumps([shown, history.evaluations], allow_nan=False)
+
+
+@pytest.mark.parametrize("odd", [b"12", b"{}", b"[1]", b"null", b'"x"', b'{"kind": "step"}', b"NaN", b"\0\xff"])
+def test_a_line_that_is_no_steps_costs_itself(metrics, odd):
+    file, history = metrics
+    file.append("step", 1, {"a": 1.0})
+    with history.path.open("ab") as lines:
+        lines.write(odd + b"\n")
+    file.append("step", 2, {"a": 2.0})
+    history.refresh()
+    assert history.steps == [1, 2]
+
+
+def test_a_roles_metric_that_is_not_finite_is_left_out():
+    view = LiveView()
+    view.apply(Event("trainer-0", "worker", 1.0, {"train/loss": math.nan, "time/state_train_seconds": 1.0}, {}))
+    assert view.roles["trainer-0"].metrics == {"time/state_train_seconds": 1.0}
 
 
 def test_a_torn_last_line_waits_for_its_end(metrics):

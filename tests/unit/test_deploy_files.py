@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import jsonschema
+import psutil
 import pytest
 import yaml
 
@@ -41,6 +42,18 @@ def test_every_metric_that_is_named_is_one_we_export(file):
     }
     assert unknown == set()
     assert len(names) > 5
+
+
+@pytest.mark.parametrize("file", ["prometheus.yml", "compose.yml"])
+def test_a_run_that_is_down_raises_its_alert_also_where_its_dashboard_ended_with_it(file):
+    (scraped,) = documents(f"prometheus/{file}")[0]["scrape_configs"]
+    (down,) = (
+        rule["expr"]
+        for group in documents("prometheus/alerts.yml")[0]["groups"]
+        for rule in group["rules"]
+        if rule["alert"] == "LaminarRunDown"
+    )
+    assert down == f'laminar_up < 1 or up{{job="{scraped["job_name"]}"}} < 1'
 
 
 def test_panels_have_titles_expressions_and_a_variable_for_the_run():
@@ -154,6 +167,36 @@ def test_dockerfiles_copy_what_is_there(file):
     for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
         for source in line.split()[:-1]:
             assert (DEPLOY.parent / source).exists(), source
+
+
+SRUN = """#!/bin/sh
+case "$*" in *hostname*) echo 127.0.0.1; exit;; esac
+echo $$ >> "$PIDS"; exec /bin/sleep 60
+"""
+
+
+def test_the_slurm_script_ends_ray_on_every_node_and_with_the_runs_status(tmp_path):
+    programs = {"scontrol": "printf 'a\\nb\\nc\\n'", "sleep": "exec /bin/sleep 0.2", "laminar": "exit 4", "srun": SRUN}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    pids = tmp_path / "pids"
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "a,b,c", "PIDS": str(pids)}
+    ended = subprocess.run(
+        ["bash", str(DEPLOY / "slurm" / "laminar.sbatch"), "x.toml"], env=environment, cwd=tmp_path, timeout=30
+    )
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert (ended.returncode, len(started)) == (4, 3)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=10)
+    assert alive == []
+
+
+def test_kuberay_reaches_the_heads_port_for_jobs():
+    (job,), (cluster,) = documents("kubernetes/rayjob.yaml"), documents("kubernetes/raycluster.yaml")
+    for spec in (job["spec"]["rayClusterSpec"]["headGroupSpec"], cluster["spec"]["headGroupSpec"]):
+        assert spec["rayStartParams"]["dashboard-host"] == "0.0.0.0"
+        (head,) = spec["template"]["spec"]["containers"]
+        assert {"name": "dashboard", "containerPort": 8265} in head["ports"]
 
 
 def test_the_slurm_script_is_well_formed():

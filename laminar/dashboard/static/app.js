@@ -14,7 +14,7 @@ import * as logs from "./pages/logs.js";
 const pages = { overview, timeline, staleness, rollouts, weights, trajectories, alerts, config, logs };
 const HISTORY_SECONDS = 2, LONG_HISTORY_SECONDS = 30;
 const by = (id) => document.getElementById(id);
-const frame = { state: null, page: null, name: "", history: null, asked: 0, seenStep: -1 };
+const frame = { state: null, page: null, name: "", history: null, asked: 0, seen: "" };
 
 function route() {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
@@ -23,7 +23,7 @@ function route() {
   if (chosen !== frame.name || !frame.page?.show) {
     closeAll();
     frame.page?.close?.();
-    frame.name = chosen; frame.history = null; frame.seenStep = -1;
+    frame.name = chosen; frame.history = null; frame.seen = "";
     by("main").replaceChildren();
     frame.page = pages[chosen].open(by("main"));
     document.title = `${pages[chosen].title} · Laminar`;
@@ -42,15 +42,16 @@ async function tell(state) {
   showFrame(state);
   frame.page?.onState?.(state);
   const wait = (frame.history?.steps_per_point ?? 1) > 1 ? LONG_HISTORY_SECONDS : HISTORY_SECONDS;
-  if (!frame.page?.metrics || frame.seenStep === state.step || Date.now() - frame.asked < 1000 * wait && frame.history) return;
-  frame.asked = Date.now(); frame.seenStep = state.step;
+  const there = `${state.step} ${state.num_marks} ${state.num_evaluations}`;
+  if (!frame.page?.metrics || frame.seen === there || Date.now() - frame.asked < 1000 * wait && frame.history) return;
+  frame.asked = Date.now(); frame.seen = there;
   const page = frame.page;
   try {
     const history = await get(`/api/history?names=${encodeURIComponent(page.metrics.join(","))}`);
     if (page !== frame.page) return;
     frame.history = history;
     page.onHistory(history, state);
-  } catch (error) { frame.seenStep = -1; console.warn(String(error)); }
+  } catch (error) { frame.seen = ""; console.warn(String(error)); }
 }
 
 function showFrame(state) {

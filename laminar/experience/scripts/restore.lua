@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- args: lineage, number, frontier = {epoch, cursor, next_admission, pending = {{epoch, position, reissues}, ...}, counters = {name, n, ...}}.
+-- args: lineage, number, frontier = {lineage, epoch, cursor, next_admission, pending = {{epoch, position, reissues}, ...}, counters = {name, n, ...}}.
 -- Opens a lineage at a number, for this life of the server. What the frontier holds for trained stays so; complete groups without newer
 -- tokens are kept, also those of a batch that was taken and not trained; everything else is evicted as orphaned, and its prompt issued
 -- again, once. An occurrence of a prompt is known by its epoch and position.
@@ -137,8 +137,12 @@ settle_counters()
 set('lineage', args.lineage)
 set('published', args.number)
 set('restored', args.number)
--- Groups that the server has forgotten may still be played: their ids are not given out a second time.
-if args.lineage > 0 and run.opened ~= this_life() then set('next_admission', run.next_admission + FORGOTTEN_ADMISSIONS) end
+-- Groups that the server has forgotten may still be played: their ids are not given out a second time. Each lineage since the
+-- frontier's may have given some that even the server before this one had forgotten.
+if args.lineage > 0 and run.opened ~= this_life() then
+  local beyond_all = frontier.next_admission + FORGOTTEN_ADMISSIONS * (args.lineage - frontier.lineage)
+  set('next_admission', math.max(run.next_admission + FORGOTTEN_ADMISSIONS, beyond_all))
+end
 set('opened', this_life())
 local packed = pack(report)
 call('SET', prefix .. 'restored', packed)
