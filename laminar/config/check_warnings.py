@@ -1,7 +1,8 @@
-"""What works, but may surprise. Pure."""
+"""What works, but may surprise. Pure, but for the options of rewards, whose modules are imported."""
 
 from collections.abc import Iterator
 
+from laminar.config.check_plugins import reward_options
 from laminar.config.root import LaminarConfig
 from laminar.config.sizes import groups_within_bytes, groups_within_staleness, shares
 
@@ -48,6 +49,13 @@ def episode_warnings(config: LaminarConfig) -> Iterator[str]:
             yield (
                 f"`rewards[{index}].timeout_seconds` is {reward.timeout_seconds:g}: the episode ends after "
                 f"`environment.wall_seconds` = {config.environment.wall_seconds:g}"
+            )
+        longest = getattr(reward_options(reward), "max_seconds", 0.0)
+        if isinstance(longest, int | float) and longest >= reward.timeout_seconds:
+            yield (
+                f"`rewards[{index}].options.max_seconds` is {longest:g}, not below `rewards[{index}].timeout_seconds` = "
+                f"{reward.timeout_seconds:g}: a check that is given up would keep its process busy; lower it, or raise the "
+                "latter"
             )
     trainer = config.trainer
     smallest = min(shares(trainer.prompts_per_step, trainer.mini_batches)) * config.rollout.group_size
