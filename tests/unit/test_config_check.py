@@ -393,6 +393,22 @@ def test_hub_names_are_accepted_with_a_note_and_missing_folders_are_not(folder):
         check_config(missing, 64)
 
 
+@pytest.mark.parametrize("setting", ["model.path", "data.path", "eval.path", "model.tokenizer"])
+@pytest.mark.parametrize("text", ["a" * 300, "~nosuchuser/x"])
+def test_a_path_that_no_system_takes_is_refused_like_an_absent_one(folder, setting, text):
+    with pytest.raises(ConfigError, match=f'`{setting}` is "{text}": nothing of that name'):
+        check_config(load_config(write(folder, ""), [f"{setting}={text}"]), 64)
+
+
+def test_the_engines_interpreter_is_looked_for_on_the_path(folder):
+    absent = "`rollout.engine.python` is"
+    python = Path(sys.executable)
+    assert warnings(folder, f'rollout.engine.python = "{python}"') == []
+    assert warnings(folder, 'rollout.engine.python = "sh"') == []
+    assert absent in warnings(folder, 'rollout.engine.python = "no-such-python"')[0]
+    assert absent in warnings(folder, f'rollout.engine.python = "{folder}"')[0]
+
+
 def test_a_folder_without_config_json_is_no_model(folder):
     (folder / "policy" / "config.json").unlink()
     assert "the folder holds no config.json" in refusal(folder, "")
