@@ -53,6 +53,12 @@ def algorithm_options(config: LaminarConfig) -> Section | None:
         return None
 
 
+def algorithm_option_names() -> set[str]:
+    """Every option of an algorithm of ours."""
+    table = load_attribute(ALGORITHMS)
+    return {name for kind in table for name in resolve(kind, table).model_fields}
+
+
 def reward_options(reward: RewardConfig) -> Section | None:
     """A reward's options with their defaults; None if they are wrong, or it takes none."""
     try:
