@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from laminar.config.redact import redact
 from laminar.config.schema import Path, Place, all_paths, child, format_path, members
 from laminar.config.section import Section
 from laminar.errors import ConfigError
@@ -162,7 +163,7 @@ def _complaint(found: ErrorDetails, path: Path, section: type[Section] | None, w
         field = section.model_fields.get(str(path[-1])) if section else None
         described = field.description if field else None
         return f"`{where}{full}` is missing" + (f": {' '.join(described.split()).rstrip('.')}" if described else "")
-    return f"`{where}{full}` is {found['input']!r}: {found['msg']}"
+    return f"`{where}{full}` is {redact(found['input'], ''.join(map(str, path[-1:])))!r}: {found['msg']}"
 
 
 def _elsewhere(name: str) -> str:

@@ -15,8 +15,15 @@ from laminar.config.check_plugins import algorithm_options, needs_exact_logprobs
 from laminar.config.check_sources import source_faults, source_notes
 from laminar.config.check_warnings import episode_warnings, machine_warnings, pace_warnings
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import bytes_per_group, longest_evaluation_tokens, longest_row_tokens, members_per_group
+from laminar.config.sizes import (
+    bytes_per_group,
+    longest_evaluation_tokens,
+    longest_row_tokens,
+    members_per_group,
+    most_micro_batch_tokens,
+)
 from laminar.errors import ConfigError
+from laminar.experience.client import hide_password
 
 _REDIS_URL = re.compile(r"embedded|(rediss?|unix)://.+")
 
@@ -104,7 +111,7 @@ def _capacity_faults(config: LaminarConfig) -> Iterator[str]:
             f"`experience.max_bytes` is {config.experience.max_bytes}: one step's {config.trainer.prompts_per_step} groups "
             f"reserve {bytes_per_group(config)} bytes each, so it must be at least {needed}"
         )
-    if config.trainer.max_tokens_per_micro_batch * config.trainer.sequence_parallel_size < longest:
+    if most_micro_batch_tokens(config) < longest:
         yield f"`trainer.max_tokens_per_micro_batch` is {config.trainer.max_tokens_per_micro_batch}: {row}"
     if config.rollout.engine.max_cached_tokens < longest:
         yield f"`rollout.engine.max_cached_tokens` is {config.rollout.engine.max_cached_tokens}: {row}"
@@ -217,6 +224,6 @@ def _engine_faults(config: LaminarConfig) -> Iterator[str]:
         )
     if not _REDIS_URL.fullmatch(config.experience.redis_url):
         yield (
-            f'`experience.redis_url` is "{config.experience.redis_url}": write "embedded", or a URL that starts with '
-            "redis://, rediss:// or unix://"
+            f'`experience.redis_url` is "{hide_password(config.experience.redis_url)}": write "embedded", or a URL that '
+            "starts with redis://, rediss:// or unix://"
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from laminar.config.check_plugins import reward_options
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import groups_within_bytes, groups_within_staleness, shares
+from laminar.config.sizes import groups_within_bytes, groups_within_staleness, num_row_shares, shares
 
 
 def pace_warnings(config: LaminarConfig) -> Iterator[str]:
@@ -59,10 +59,10 @@ def episode_warnings(config: LaminarConfig) -> Iterator[str]:
             )
     trainer = config.trainer
     smallest = min(shares(trainer.prompts_per_step, trainer.mini_batches)) * config.rollout.group_size
-    if trainer.num_ranks > smallest:
+    if (num_shares := num_row_shares(config)) > smallest:
         yield (
             f"`trainer.num_ranks` is {trainer.num_ranks}: a mini-batch of {smallest} trajectories leaves "
-            f"{trainer.num_ranks - smallest} of them idle"
+            f"{(num_shares - smallest) * trainer.sequence_parallel_size} of them idle"
         )
     if trainer.lr_schedule != "constant" and trainer.warmup_steps >= config.run.max_steps:
         yield f"`trainer.warmup_steps` is {trainer.warmup_steps}: the learning rate is still rising at `run.max_steps`"

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from laminar.config.redact import redact
 from laminar.config.schema import ROOT, Path, Place, all_paths, child, describe, format_path
 from laminar.config.toml_text import format_value
 
@@ -68,7 +69,7 @@ def _missing(path: Path, place: Place) -> dict[Path, str]:
 
 
 def _wrong_value(path: Path, place: Place, value: Any) -> str:
-    sentence = f"`{format_path(path)}` is {show_value(value)}: it must be {describe(place)}"
+    sentence = f"`{format_path(path)}` is {show_value(redact(value, str(path[-1])))}: it must be {describe(place)}"
     if place.section is not None:
         return f"{sentence}, written as `[{format_path(path)}]`"
     if isinstance(value, Mapping) and describe(place) == "a list of tables":

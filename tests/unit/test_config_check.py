@@ -320,6 +320,20 @@ def test_a_misspelt_key_is_hinted_at_however_deep_it_lies(folder, text, reward, 
     assert "valid string" not in told
 
 
+def test_ranks_that_share_rows_are_not_idle(folder):
+    text = "rollout.group_size = 2\ntrainer.prompts_per_step = 1\ntrainer.num_ranks = 4\n"
+    assert "leaves 2 of them idle" in str(warnings(folder, text))
+    assert "idle" not in str(warnings(folder, text + "trainer.sequence_parallel_size = 2"))
+    assert "leaves 4 of them idle" in str(warnings(folder, text.replace("4", "12") + "trainer.sequence_parallel_size = 4"))
+
+
+def test_secrets_are_starred_in_what_is_said_of_them(folder):
+    assert "secret" not in refusal(folder, 'experience.redis_url = "http://u:secret@h"')
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(folder, 'alerts.webhook = "hooks.slack.com/services/secret"'))
+    assert '`alerts.webhook` is "***"' in str(caught.value)
+
+
 def test_all_faults_are_told_at_once(folder):
     text = refusal(folder, "rollout.group_size = 1\nrollout.sampling.top_p = 0.5\nrollout.sampling.top_k = 3")
     assert text.startswith("3 settings cannot work:")
