@@ -9,7 +9,6 @@ Written by workers (`rollout.trajectory_log`) and the observer; this module read
 """
 
 import contextlib
-import os
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -77,7 +76,8 @@ class TrajectoryFolder:
         self._folder = folder
         self._files: dict[str, _File] = {}
         self._steps: dict[str, int] = {}
-        self._steps_read = self._steps_inode = 0
+        self._steps_read = 0
+        self._last_step_line = b""
         self._reading = threading.Lock()
 
     def summaries(self) -> list[Summary]:
@@ -127,14 +127,15 @@ class TrajectoryFolder:
     def _read_steps(self) -> None:
         path = self._folder / STEPS
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            state = os.fstat(file.fileno())
-            if state.st_ino != self._steps_inode or state.st_size < self._steps_read:
-                self._steps, self._steps_read, self._steps_inode = {}, 0, state.st_ino  # cut: summaries keep theirs
+            file.seek(self._steps_read - len(self._last_step_line))
+            if file.read(len(self._last_step_line)) != self._last_step_line:  # it was cut, and has grown perhaps
+                self._steps, self._steps_read = {}, 0  # summaries keep theirs
             file.seek(self._steps_read)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self._steps_read += len(line)
+                self._last_step_line = line
                 told = parse_line(line) or {}
                 step, groups = told.get("step"), told.get("groups")
                 if isinstance(step, int) and isinstance(groups, list):

@@ -84,14 +84,14 @@ def _faults_of(
     options: Mapping[str, Any],
     methods: Sequence[Sequence[str]] = (),
 ) -> Iterator[str]:
-    """What is wrong with a choice and its options; a class must have one method of each group of `methods`."""
+    """What is wrong with a choice and its options; a user's own class must have one method of each group of `methods`."""
     try:
         attribute = resolve(kind, table, f"{where}.kind")
         validate_options(attribute, options, f"{where}.options")
     except ConfigError as error:
         yield str(error)
         return
-    yield from _shape_faults(f"{where}.kind", kind, attribute, methods)
+    yield from _shape_faults(f"{where}.kind", kind, attribute, methods if kind not in table else ())
 
 
 def _callable_fault(where: str, kind: str, table: Mapping[str, str]) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _shape_faults(where: str, kind: str, attribute: Any, methods: Sequence[Seque
 
 
 def _transport_faults(kind: str) -> Iterator[str]:
-    """Ours need libraries that only a machine of the run has to have; a user's own is imported."""
+    """Ours need libraries that only the machines of a run must have; a user's own is imported."""
     table = load_attribute(TRANSPORTS)
     if kind not in table:
         yield from _callable_fault("relay.transport", kind, table)

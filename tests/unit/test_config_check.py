@@ -238,6 +238,11 @@ def test_an_implementation_of_the_wrong_shape_is_refused(folder, text, reward, s
     assert sentence in refusal(folder, text, reward)
 
 
+def test_environments_that_are_not_stepped_are_no_fault(folder):
+    text = 'environment = {kind = "agent", options = {command = ["true"]}}'
+    assert warnings(folder, text) == []
+
+
 def test_terms_of_two_modules_with_one_name_are_refused_as_the_run_would_call_them(folder):
     (folder / "one_term.py").write_text("def score(prompt, completion):\n    return 0.0\n")
     (folder / "another_term.py").write_text("def score(prompt, completion):\n    return 0.0\n")
