@@ -158,7 +158,7 @@ def _complaint(found: ErrorDetails, path: Path, section: type[Section] | None, w
     if found["type"] == "extra_forbidden":
         names = [field.alias or name for name, field in section.model_fields.items()] if section else []
         known = f"the options are {', '.join(names)}" if names else "remove it"
-        return f"unknown key `{where}{full}`: {nearest(str(path[-1]), names) or _elsewhere(str(path[-1]))}{known}"
+        return f"unknown key `{where}{full}`: {nearest(str(path[-1]), names) or _elsewhere(str(path[-1]), where)}{known}"
     if found["type"] == "missing":
         field = section.model_fields.get(str(path[-1])) if section else None
         described = field.description if field else None
@@ -166,7 +166,8 @@ def _complaint(found: ErrorDetails, path: Path, section: type[Section] | None, w
     return f"`{where}{full}` is {redact(found['input'], ''.join(map(str, path[-1:])))!r}: {found['msg']}"
 
 
-def _elsewhere(name: str) -> str:
-    """Where a key belongs that is a setting, not an option; empty if there is none, or several."""
-    places = [path for path, place in all_paths() if path[-1] == name and place.section is None]
+def _elsewhere(name: str, where: str) -> str:
+    """Where a key belongs that is a setting of the same section, not an option; empty if there is none, or several."""
+    section = where.partition(".")[0]
+    places = [path for path, place in all_paths() if (path[0], path[-1]) == (section, name) and place.section is None]
     return f"it belongs at `{format_path(places[0])}`; " if len(places) == 1 else ""

@@ -81,7 +81,10 @@ def _wrong_value(path: Path, place: Place, value: Any) -> str:
 
 def show_value(value: Any) -> str:
     """A value as it stands in the file, shortened."""
-    text = hex(value) if type(value) is int and abs(value) > _LARGEST_INTEGER else format_value(value)
+    try:
+        text = format_value(value)
+    except ValueError:  # Python does not write it out
+        text = "a number of thousands of digits"
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 4] + " ..."
 
 

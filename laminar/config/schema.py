@@ -155,5 +155,5 @@ def _describe_limit(limit: Any) -> str:
     for name, wording in wordings.items():
         value = getattr(limit, name, None)
         if value is not None:
-            return wording.format(value)
+            return wording.format(f"{value:g}" if isinstance(value, float) else value)
     return ""

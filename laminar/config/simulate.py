@@ -21,7 +21,8 @@ class SimulateConfig(Section):
     lengths: str = "32B_math"
     """Answer lengths of the paper's figure 17: `7B_math`, `32B_math`, `72B_math` or `7B_tool`."""
     length_quantiles: dict[str, Annotated[float, Field(ge=1, le=1e8)]] = Field(default_factory=dict)
-    """Own answer lengths instead: quantiles such as "p50", in tokens, from "p0" or "p5" up to "p99.9" or "p100"."""
+    """Own answer lengths instead: quantiles such as "p50", in tokens, from "p0" or "p5" up to "p99.9" or "p100". On the
+    command line a key with a dot keeps its quotes: `'simulate.length_quantiles."p99.9"=9000'`."""
     prompt_tokens: int | None = Field(None, ge=0, le=10**8)
     """Length of a prompt; unset: half of `data.max_prompt_tokens`."""
     num_turns: int = Field(1, ge=1, le=10_000)

@@ -284,6 +284,8 @@ def test_an_evaluation_that_is_off_demands_nothing(folder):
     [
         ("torch", "max_prefill_tokens = 512", "did you mean max-prefill-tokens?"),
         ("torch", "max-running = 3", "unknown key `rollout.engine.options.max-running`"),
+        ("torch", "max_running = 3", "it belongs at `rollout.engine.max_running`"),
+        ("torch", "port = 3", "`rollout.engine.options.port`: the options are max-prefill-tokens, batch-invariant"),
         ("emulated", "lifeline = false", "unknown key `rollout.engine.options.lifeline`"),
         ("emulated", "time-factor = 0", "`rollout.engine.options.time-factor` is 0"),
     ],
