@@ -27,7 +27,8 @@ ENGINE_KIND = "rollout.engines.launch:engine_kind"
 
 PLAYS = (("reset",), ("step",), ("close",))
 JUDGES = (("score", "score_batch", "score_group"),)
-"""Methods that a class must have to be an environment, or a reward: one of each group."""
+LEARNS = (("advantages",), ("policy_loss",))
+"""Methods that a class must have to be an environment, a reward, or an algorithm: one of each group."""
 
 
 def plugin_faults(config: LaminarConfig) -> Iterator[str]:
@@ -36,7 +37,7 @@ def plugin_faults(config: LaminarConfig) -> Iterator[str]:
     yield from _faults_of("environment", environment.kind, load_attribute(ENVIRONMENTS), environment.options, PLAYS)
     for index, reward in enumerate(config.rewards):
         yield from _faults_of(f"rewards[{index}]", reward.kind, load_attribute(REWARDS), reward.options, JUDGES)
-    yield from _faults_of("trainer.algorithm", algorithm.kind, load_attribute(ALGORITHMS), algorithm.options)
+    yield from _faults_of("trainer.algorithm", algorithm.kind, load_attribute(ALGORITHMS), algorithm.options, LEARNS)
     yield from _callable_fault("experience.sampler", config.experience.sampler, SAMPLERS)
     yield from _engine_faults(config)
     yield from _transport_faults(config.relay.transport)
@@ -106,9 +107,10 @@ def _shape_faults(where: str, kind: str, attribute: Any, methods: Sequence[Seque
     if not callable(attribute):
         yield f"`{where}` is {kind!r}: that is {attribute!r:.80}, not a class or function"
     elif inspect.isclass(attribute):
+        readme = f"{'trainer' if where.startswith('trainer') else 'rollout'}/README.md"
         for names in methods:
             if not any(hasattr(attribute, name) for name in names):
-                yield f"`{where}` is {kind!r}: a class without `{'` or `'.join(names)}`; see rollout/README.md"
+                yield f"`{where}` is {kind!r}: a class without `{'` or `'.join(names)}`; see {readme}"
 
 
 def _transport_faults(kind: str) -> Iterator[str]:

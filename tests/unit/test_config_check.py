@@ -228,6 +228,11 @@ def test_a_row_longer_than_a_rank_holds_is_accepted_if_ranks_share_it(folder):
         ('environment.kind = "os:sep"', REWARD, "`environment.kind` is 'os:sep': that is '/'"),
         ('environment.kind = "collections:OrderedDict"', REWARD, "a class without `reset`"),
         ('trainer.algorithm.kind = "os:sep"', REWARD, "`trainer.algorithm.kind` is 'os:sep': that is '/'"),
+        (
+            'trainer.algorithm.kind = "collections:OrderedDict"',
+            REWARD,
+            "a class without `advantages`; see trainer/README.md",
+        ),
         ("", '[[rewards]]\nkind = "os:sep"', "`rewards[0].kind` is 'os:sep': that is '/'"),
         ("", '[[rewards]]\nkind = "laminar.types:Prompt"', "a class without `score` or `score_batch` or `score_group`"),
         ('relay.transport = "nope.nope:X"', REWARD, "`relay.transport` is 'nope.nope:X': there is no module nope"),
@@ -336,6 +341,7 @@ def test_ranks_that_share_rows_are_not_idle(folder):
 
 def test_secrets_are_starred_in_what_is_said_of_them(folder):
     assert "secret" not in refusal(folder, 'experience.redis_url = "http://u:secret@h"')
+    assert '`experience.redis_url` is "***"' in refusal(folder, 'experience.redis_url = "http://u:secret@[x"')
     with pytest.raises(ConfigError) as caught:
         load_config(write(folder, 'alerts.webhook = "hooks.slack.com/services/secret"'))
     assert '`alerts.webhook` is "***"' in str(caught.value)
