@@ -139,6 +139,9 @@ def _disk(config: LaminarConfig | None) -> Iterator[Finding]:
     place = Path(config.run.directory if config else ".").absolute()
     while not place.exists():
         place = place.parent
+    if not place.is_dir():
+        yield Finding("bad", "disk", f"{place} is a file; set run.directory to a folder")
+        return
     free = shutil.disk_usage(place).free
     good = free >= MIN_FREE_DISK_BYTES and os.access(place, os.W_OK)
     remedy = "" if good else "; free some, or set run.directory elsewhere"

@@ -8,11 +8,14 @@ Whatever a user's module raises while it is imported, other than that it is miss
 
 import difflib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
+from laminar.config.redact import redact
+from laminar.config.schema import Path, Place, all_paths, child, format_path, members
 from laminar.config.section import Section
 from laminar.errors import ConfigError
 
@@ -89,7 +92,7 @@ def validate_options(attribute: Any, options: Mapping[str, Any], where: str = "o
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:
-        raise ConfigError("; ".join(_complaint(found, model, where) for found in error.errors(include_url=False))) from error
+        raise ConfigError("; ".join(_complaints(error, model, where))) from error
 
 
 def options_model(attribute: Any) -> type[Section] | None:
@@ -130,14 +133,41 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
-def _complaint(found: Mapping[str, Any], model: type[Section], where: str) -> str:
-    location = found["loc"]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+def _complaints(error: ValidationError, model: type[Section], where: str) -> Iterator[str]:
+    """A sentence for each fault; where a union's members complain about one value, those that came furthest in."""
+    settled = [(_settle(found, model), found) for found in error.errors(include_url=False)]
+    for (path, section), found in settled:
+        if not any(len(other) > len(path) and other[: len(path)] == path for (other, _), _ in settled):
+            yield _complaint(found, path, section, where)
+
+
+def _settle(found: ErrorDetails, model: type[Section]) -> tuple[Path, type[Section] | None]:
+    """The path that a fault is about (pydantic's location names members of unions, too), and the table it lies in."""
+    path: Path = ()
+    place, section = Place(model), None
+    for number, part in enumerate(found["loc"]):
+        below, is_last = child(place, part), number == len(found["loc"]) - 1
+        if below is not None or (is_last and found["type"] == "extra_forbidden"):
+            path, section = (*path, part), next((it.section for it in members(place) if it.section), None)
+            place = below or place
+    return path, section
+
+
+def _complaint(found: ErrorDetails, path: Path, section: type[Section] | None, where: str) -> str:
+    full = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     if found["type"] == "extra_forbidden":
-        names = list(model.model_fields) if len(location) == 1 else []
+        names = [field.alias or name for name, field in section.model_fields.items()] if section else []
         known = f"the options are {', '.join(names)}" if names else "remove it"
-        return f"unknown key `{where}{path}`: {nearest(str(location[-1]), names)}{known}"
+        return f"unknown key `{where}{full}`: {nearest(str(path[-1]), names) or _elsewhere(str(path[-1]), where)}{known}"
     if found["type"] == "missing":
-        described = model.model_fields[location[0]].description if len(location) == 1 else None
-        return f"`{where}{path}` is missing" + (f": {' '.join(described.split()).rstrip('.')}" if described else "")
-    return f"`{where}{path}` is {found['input']!r}: {found['msg']}"
+        field = section.model_fields.get(str(path[-1])) if section else None
+        described = field.description if field else None
+        return f"`{where}{full}` is missing" + (f": {' '.join(described.split()).rstrip('.')}" if described else "")
+    return f"`{where}{full}` is {redact(found['input'], ''.join(map(str, path[-1:])))!r}: {found['msg']}"
+
+
+def _elsewhere(name: str, where: str) -> str:
+    """Where a key belongs that is a setting of the same section, not an option; empty if there is none, or several."""
+    section = where.partition(".")[0]
+    places = [path for path, place in all_paths() if (path[0], path[-1]) == (section, name) and place.section is None]
+    return f"it belongs at `{format_path(places[0])}`; " if len(places) == 1 else ""

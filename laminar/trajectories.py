@@ -3,12 +3,12 @@
     trajectories/WORKER-NNNNN.jsonl.gz   gzip members, appended; each holds whole lines
     trajectories/steps.jsonl             which groups each step trained, and how many members each had
 
-Invariants: a file is only ever appended to, or deleted whole; a torn member or line is passed over, and costs none after it.
+Invariants: a file is only ever appended to, or deleted whole; a torn member or line, or one of another shape, is passed over
+and costs none after it.
 Written by workers (`rollout.trajectory_log`) and the observer; this module reads them, and writes the steps.
 """
 
 import contextlib
-import json
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
@@ -77,6 +77,7 @@ class TrajectoryFolder:
         self._files: dict[str, _File] = {}
         self._steps: dict[str, int] = {}
         self._steps_read = 0
+        self._last_step_line = b""
         self._reading = threading.Lock()
 
     def summaries(self) -> list[Summary]:
@@ -93,14 +94,14 @@ class TrajectoryFolder:
         return next(exact, None) or next((s for s in found if s.trajectory_id.startswith(trajectory_id)), None)
 
     def read(self, summary: Summary) -> Record | None:
-        """The whole record; None if its file is gone meanwhile."""
+        """The whole record; None if its file is gone, or another, meanwhile."""
         path = self._folder / summary.file
         if not path.is_file():
             return None
         for offset, _, lines in read_members(path, summary.member):
             if offset == summary.member and summary.line < len(lines):
-                record: Record = json.loads(lines[summary.line])
-                return {**record, "step": summary.step, "staleness": summary.staleness}
+                record = parse_line(lines[summary.line])
+                return record and {**record, "step": summary.step, "staleness": summary.staleness}
         return None
 
     def _note_steps(self, file: _File) -> None:
@@ -116,9 +117,8 @@ class TrajectoryFolder:
             known = self._files.setdefault(name, _File())
             if path.stat().st_size > known.read_bytes:
                 for offset, end, lines in read_members(path, known.read_bytes):
-                    known.summaries += [
-                        summarize(json.loads(line), name, offset, number) for number, line in enumerate(lines)
-                    ]
+                    found = (summarize(line, name, offset, number) for number, line in enumerate(lines))
+                    known.summaries += [summary for summary in found if summary is not None]
                     known.read_bytes = end
         self._read_steps()
         for file in self._files.values():
@@ -126,21 +126,23 @@ class TrajectoryFolder:
 
     def _read_steps(self) -> None:
         path = self._folder / STEPS
-        if not path.exists():
-            return
-        if path.stat().st_size < self._steps_read:
-            self._steps_read = 0  # it was cut; what was read stays known
-        with path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(self._steps_read - len(self._last_step_line))
+            if file.read(len(self._last_step_line)) != self._last_step_line:  # it was cut, and has grown perhaps
+                self._steps, self._steps_read = {}, 0  # summaries keep theirs
             file.seek(self._steps_read)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self._steps_read += len(line)
-                if (told := parse_line(line)) is not None:
-                    self._steps.update(dict.fromkeys(told["groups"], told["step"]))
+                self._last_step_line = line
+                told = parse_line(line) or {}
+                step, groups = told.get("step"), told.get("groups")
+                if isinstance(step, int) and isinstance(groups, list):
+                    self._steps.update((group, step) for group in groups if isinstance(group, str))
 
 
-def read_members(path: Path, start: int = 0) -> Iterator[tuple[int, int, list[str]]]:
+def read_members(path: Path, start: int = 0) -> Iterator[tuple[int, int, list[bytes]]]:
     """(offset, end, lines) of each whole gzip member from `start` on, which is where one begins."""
     data = path.read_bytes() if start == 0 else _read_from(path, start)
     position = 0
@@ -152,7 +154,7 @@ def read_members(path: Path, start: int = 0) -> Iterator[tuple[int, int, list[st
             position = data.find(MEMBER_MAGIC, position + 1)
             continue
         end = len(data) - len(stream.unused_data)
-        yield start + position, start + end, text.decode().splitlines()
+        yield start + position, start + end, text.splitlines()
         position = end
 
 
@@ -162,8 +164,14 @@ def _read_from(path: Path, start: int) -> bytes:
         return file.read()
 
 
-def summarize(record: Record, file: str, member: int, line: int) -> Summary:
-    """The part of a record that a list shows."""
+def summarize(text: bytes, file: str, member: int, line: int) -> Summary | None:
+    """The part of a record that a list shows; None if the line is torn, or of another shape."""
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
+        return _summary(parse_line(text) or {}, file, member, line)
+    return None
+
+
+def _summary(record: Record, file: str, member: int, line: int) -> Summary:
     texts = ["".join(s["tokens"]) for chain in record["chains"] for s in chain if s["version"] is not None]
     failure = record["failure"]
     return Summary(

@@ -1,5 +1,6 @@
 """`laminar check`: is this config right, and does it fit on the machines? Starts nothing."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import typer
 from laminar.config.check import check_config
 from laminar.config.load import load_config
 from laminar.config.root import LaminarConfig
-from laminar.errors import EnvironmentSetupError
+from laminar.errors import ConfigError, EnvironmentSetupError
 
 ConfigArgument = Annotated[Path, typer.Argument(help="TOML config file.", show_default=False)]
 OverridesArgument = Annotated[
@@ -54,8 +55,12 @@ def rehearse(
     """Print the plan of a run on machines of this kind.
 
     Raises:
+        ConfigError: a size is no number.
         EnvironmentSetupError: a role finds no room, or a memory is too small.
     """
+    for option, size in {"--memory-gb": memory_gb, "--shared-gb": shared_gb, "--gpu-gb": gpu_gb}.items():
+        if size is not None and not math.isfinite(size):
+            raise ConfigError(f"{option} {size}: give a number of gigabytes, such as 80")
     from laminar.dry_run.machines import described_machine, this_machine
     from laminar.dry_run.model import read_model
     from laminar.dry_run.plan import describe, make_plan

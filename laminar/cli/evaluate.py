@@ -53,6 +53,8 @@ def _find(source: Path, step: int | None, config: Path | None) -> tuple[Path | N
     if not is_run and not (source / "model").is_dir():
         if config is None:
             raise ConfigError(f"{source} is no run and no checkpoint of one: say with --config what to ask it, and how")
+        if step is not None:
+            raise ConfigError(f"--step {step}: {source} is no run, so it has no steps; leave it out, or name a run")
         return source, 0, config
     origin: Any = load_attribute(ORIGIN)(source, step)
     config = config or origin.config

@@ -1,9 +1,11 @@
 """`laminar logs`: what the roles of a run wrote, one role or all of them in order of time."""
 
+import contextlib
 import heapq
+import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -26,22 +28,41 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C")] = False,
 ) -> None:
     """Show the last lines of a run's logs."""
-    files = find_logs(RunFolder.open(run), role)
-    ends = {file: file.stat().st_size for file in files}
+    folder = RunFolder.open(run)
+    files = find_logs(folder, role)
+    follower = Follower({file: end_of_lines(file) for file in files})
     shown = last_lines(files, lines)
-    for name, line in shown:
-        typer.echo(line if role else f"{name:>12}  {line}")
+    _print(shown, role)
     if not shown:
         typer.echo(f"{role or 'every role'} has written nothing so far", err=True)
     while follow:
         time.sleep(FOLLOW_SECONDS)
+        _print(follower.new_lines(_logs_of(folder, role)), role)
+
+
+def _print(lines: Iterable[tuple[str, str]], role: str) -> None:
+    for name, line in lines:
+        typer.echo(line if role else f"{name:>12}  {line}")
+
+
+class Follower:
+    """Reads on in logs that grow, begin anew, appear and go; a line is given once it is whole."""
+
+    def __init__(self, ends: Mapping[Path, int]) -> None:
+        self._ends = dict(ends)
+
+    def new_lines(self, files: Iterable[Path]) -> list[tuple[str, str]]:
+        """(role, line) of what was written since the last look; a file not known before is read from its beginning."""
+        found = []
         for file in files:
-            size = file.stat().st_size
-            with file.open("rb") as stream:
-                stream.seek(ends[file] if size >= ends[file] else 0)
-                for text in stream.read().decode(errors="replace").splitlines():
-                    typer.echo(text if role else f"{file.stem:>12}  {text}")
-                ends[file] = stream.tell()
+            with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
+                end = self._ends.get(file, 0)
+                stream.seek(end if stream.seek(0, os.SEEK_END) >= end else 0)
+                begin = stream.tell()
+                whole = stream.read().rpartition(b"\n")[0]
+                found += [(file.stem, line) for line in whole.decode(errors="replace").splitlines()]
+                self._ends[file] = begin + len(whole) + bool(whole)
+        return found
 
 
 def find_logs(folder: RunFolder, role: str) -> list[Path]:
@@ -50,12 +71,15 @@ def find_logs(folder: RunFolder, role: str) -> list[Path]:
     Raises:
         ConfigError: there is none.
     """
-    found = sorted(folder.logs.glob("*.log"))
-    chosen = [file for file in found if not role or file.stem == role]
+    chosen = _logs_of(folder, role)
     if not chosen:
-        there = ", ".join(file.stem for file in found) or "none yet"
+        there = ", ".join(file.stem for file in _logs_of(folder, "")) or "none yet"
         raise ConfigError(f"run {folder.path.name} has no log of {role or 'any role'}; there are: {there}")
     return chosen
+
+
+def _logs_of(folder: RunFolder, role: str) -> list[Path]:
+    return [file for file in sorted(folder.logs.glob("*.log")) if file.is_file() and role in ("", file.stem)]
 
 
 def last_lines(files: list[Path], count: int) -> list[tuple[str, str]]:
@@ -89,6 +113,15 @@ def changed_at(file: Path) -> str:
     """When the file last changed, as a stamp."""
     seconds = file.stat().st_mtime
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(seconds))},{int(seconds % 1 * 1000):03d}"
+
+
+def end_of_lines(file: Path, block_bytes: int = 1 << 16) -> int:
+    """Where a log's last whole line ends; what is longer than a block counts as whole."""
+    with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - block_bytes))
+        _, newline, half = stream.read().rpartition(b"\n")
+    return size - len(half) if newline or size == len(half) else size
 
 
 def tail(file: Path, count: int, block_bytes: int = 1 << 16) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from laminar.cli.control import RunArgument
-from laminar.config.load import load_config, read_toml
+from laminar.config.load import read_toml
 from laminar.config.redact import redact
 from laminar.config.toml_text import format_document
 from laminar.errors import ConfigError
@@ -39,8 +39,10 @@ def write_report(folder: RunFolder, path: Path) -> None:
         OSError: the file cannot be written.
     """
     state = folder.read_state()
-    lines = [told(line) for line in iterate_lines(folder.metrics)]
+    lines = told(iterate_lines(folder.metrics))
     facts = {"id": state.run_id, "status": state.status, "reason": state.reason, "lives": state.lives}
-    settings = format_document(redact(read_toml(folder.config)))
-    bound = load_config(folder.config).staleness.bound
+    tree = read_toml(folder.config)  # the file as it is: another version of Laminar may have written it
+    bound = tree.get("staleness", {}).get("max_staleness")
+    settings = format_document(redact(tree))
+    bound = bound if isinstance(bound, int) else None
     path.write_text(html_report(facts, lines, settings, bound=bound, written_at=time.time()), encoding="utf-8")

@@ -92,7 +92,7 @@ def live(settings: LaminarConfig, folder: RunFolder, config_folder: Path) -> Non
         finally:
             with contextlib.suppress(OSError):
                 write_report(folder, folder.report)
-    lines = [told(line) for line in iterate_lines(folder.metrics)]
+    lines = told(iterate_lines(folder.metrics))
     console.print(closing_report(outcome_facts(outcome), lines))
     if outcome.status == "stopped":
         raise typer.Exit(130)

@@ -22,7 +22,7 @@ from laminar.allocator import exempt_from_collection, keep_freed_memory
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, RoleSpec
 from laminar.config.load import append_user_modules
 from laminar.config.root import LaminarConfig
-from laminar.errors import DeadlineError, EnvironmentSetupError, LaminarError
+from laminar.errors import ConfigError, DeadlineError, EnvironmentSetupError, LaminarError
 
 LOOPBACK = "127.0.0.1"
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -68,6 +68,10 @@ class RayCluster:
         except (ConnectionError, ray.exceptions.RaySystemError) as error:
             raise EnvironmentSetupError(
                 f"cluster.ray_address {address!r} does not answer ({error}); start Ray there, or use 'local'"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(
+                f"cluster.ray_address {address!r} is no address ({error}); write 'local', 'auto', or a host:port"
             ) from error
 
     def stop(self) -> None:

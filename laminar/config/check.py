@@ -10,12 +10,20 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from laminar.config.check_algorithm import algorithm_faults
+from laminar.config.check_model import model_faults
 from laminar.config.check_plugins import algorithm_options, needs_exact_logprobs, plugin_faults
 from laminar.config.check_sources import source_faults, source_notes
 from laminar.config.check_warnings import episode_warnings, machine_warnings, pace_warnings
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import bytes_per_group, longest_evaluation_tokens, longest_row_tokens, members_per_group
+from laminar.config.sizes import (
+    bytes_per_group,
+    longest_evaluation_tokens,
+    longest_row_tokens,
+    members_per_group,
+    most_micro_batch_tokens,
+)
 from laminar.errors import ConfigError
+from laminar.experience.client import hide_password
 
 _REDIS_URL = re.compile(r"embedded|(rediss?|unix)://.+")
 
@@ -40,8 +48,11 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
         _evaluation_faults,
         _engine_faults,
         _split_faults,
+        _gpu_faults,
+        _spike_faults,
         _relay_faults,
         source_faults,
+        model_faults,
         plugin_faults,
         algorithm_faults,
     )
@@ -100,7 +111,7 @@ def _capacity_faults(config: LaminarConfig) -> Iterator[str]:
             f"`experience.max_bytes` is {config.experience.max_bytes}: one step's {config.trainer.prompts_per_step} groups "
             f"reserve {bytes_per_group(config)} bytes each, so it must be at least {needed}"
         )
-    if config.trainer.max_tokens_per_micro_batch * config.trainer.sequence_parallel_size < longest:
+    if most_micro_batch_tokens(config) < longest:
         yield f"`trainer.max_tokens_per_micro_batch` is {config.trainer.max_tokens_per_micro_batch}: {row}"
     if config.rollout.engine.max_cached_tokens < longest:
         yield f"`rollout.engine.max_cached_tokens` is {config.rollout.engine.max_cached_tokens}: {row}"
@@ -117,6 +128,33 @@ def _split_faults(config: LaminarConfig) -> Iterator[str]:
         yield (
             "`trainer.deepspeed.offload_optimizer` is true, but `trainer.deepspeed.zero_stage` is 0, which DeepSpeed cannot "
             "offload: set the stage to 1, 2 or 3, or the former to false"
+        )
+    if trainer.lora.rank and trainer.kind != "emulated" and find_spec("peft") is None:
+        yield (
+            f"`trainer.lora.rank` is {trainer.lora.rank}, but peft is not installed: `pip install laminar-rl[lora]`, or set "
+            "it to 0"
+        )
+
+
+def _gpu_faults(config: LaminarConfig) -> Iterator[str]:
+    """Ray shares out one GPU, or gives whole ones."""
+    numbers = {
+        "trainer.num_gpus_per_rank": config.trainer.num_gpus_per_rank,
+        "rollout.engine.num_gpus": config.rollout.engine.num_gpus,
+    }
+    for setting, number in numbers.items():
+        if number > 1 and number % 1:
+            whole = int(number)
+            yield f"`{setting}` is {number:g}: above 1 only whole GPUs can be set aside; use {whole} or {whole + 1}"
+
+
+def _spike_faults(config: LaminarConfig) -> Iterator[str]:
+    spikes = config.trainer.spikes
+    if spikes.action != "off" and spikes.window_updates < spikes.min_updates:
+        yield (
+            f"`trainer.spikes.window_updates` is {spikes.window_updates}, below `trainer.spikes.min_updates` = "
+            f"{spikes.min_updates}: nothing would ever be judged; raise the one, lower the other, or set "
+            '`trainer.spikes.action` to "off"'
         )
 
 
@@ -151,12 +189,14 @@ def _relay_faults(config: LaminarConfig) -> Iterator[str]:
 
 def _evaluation_faults(config: LaminarConfig) -> Iterator[str]:
     evaluation, longest = config.eval, longest_evaluation_tokens(config)
+    if not evaluation.path:
+        return
     if evaluation.samples_per_prompt > 1 and evaluation.temperature == 0:
         yield (
             f"`eval.samples_per_prompt` is {evaluation.samples_per_prompt}, but `eval.temperature` is 0: every sample would "
             "be the same; set the temperature above 0, such as 1"
         )
-    if evaluation.path and config.rollout.engine.max_cached_tokens < longest:
+    if config.rollout.engine.max_cached_tokens < longest:
         yield (
             f"`rollout.engine.max_cached_tokens` is {config.rollout.engine.max_cached_tokens}: the longest trajectory of an "
             f"evaluation has {longest} tokens (`eval.max_new_tokens`) and must fit; raise the one or lower the other"
@@ -184,6 +224,6 @@ def _engine_faults(config: LaminarConfig) -> Iterator[str]:
         )
     if not _REDIS_URL.fullmatch(config.experience.redis_url):
         yield (
-            f'`experience.redis_url` is "{config.experience.redis_url}": write "embedded", or a URL that starts with '
-            "redis://, rediss:// or unix://"
+            f'`experience.redis_url` is "{hide_password(config.experience.redis_url)}": write "embedded", or a URL that '
+            "starts with redis://, rediss:// or unix://"
         )

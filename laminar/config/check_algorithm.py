@@ -57,7 +57,7 @@ def _cost_faults(config: LaminarConfig, cost: str | None) -> Iterator[str]:
     """The cost is a reward term that is not in the reward as well."""
     if cost is None:
         return
-    weights = {reward.name or reward.kind.rpartition(":")[2]: reward.weight for reward in config.rewards}
+    weights = {reward.term: reward.weight for reward in config.rewards}
     if weights.get(cost, 0) != 0:
         yield (
             f'`rewards` gives the term "{cost}" the weight {weights[cost]:g}, but {config.trainer.algorithm.kind} subtracts '

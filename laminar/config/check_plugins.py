@@ -5,16 +5,18 @@ without importing torch; a user's own module is imported.
 """
 
 import importlib.util
+import inspect
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from laminar.config.root import LaminarConfig
 from laminar.config.section import Section
+from laminar.config.system import RewardConfig
 from laminar.errors import ConfigError
-from laminar.plugins import import_path, load_attribute, resolve, validate_options
+from laminar.plugins import load_attribute, resolve, validate_options
 from laminar.policies.samplers import SAMPLERS
 
 ENVIRONMENTS = "rollout.environments:ENVIRONMENTS"
@@ -23,17 +25,22 @@ ALGORITHMS = "trainer.algorithms:ALGORITHM_OPTIONS"
 TRANSPORTS = "relay.transports.base:TRANSPORTS"
 ENGINE_KIND = "rollout.engines.launch:engine_kind"
 
+PLAYS = (("reset",), ("step",), ("close",))
+JUDGES = (("score", "score_batch", "score_group"),)
+LEARNS = (("advantages",), ("policy_loss",))
+"""Methods that a class must have to be an environment, a reward, or an algorithm: one of each group."""
+
 
 def plugin_faults(config: LaminarConfig) -> Iterator[str]:
     """One sentence for every unknown kind, wrong option, or clash of names."""
     environment, algorithm = config.environment, config.trainer.algorithm
-    yield from _faults_of("environment", environment.kind, load_attribute(ENVIRONMENTS), environment.options)
+    yield from _faults_of("environment", environment.kind, load_attribute(ENVIRONMENTS), environment.options, PLAYS)
     for index, reward in enumerate(config.rewards):
-        yield from _faults_of(f"rewards[{index}]", reward.kind, load_attribute(REWARDS), reward.options)
-    yield from _faults_of("trainer.algorithm", algorithm.kind, load_attribute(ALGORITHMS), algorithm.options)
-    yield from _fault_in(resolve, config.experience.sampler, SAMPLERS, "experience.sampler")
+        yield from _faults_of(f"rewards[{index}]", reward.kind, load_attribute(REWARDS), reward.options, JUDGES)
+    yield from _faults_of("trainer.algorithm", algorithm.kind, load_attribute(ALGORITHMS), algorithm.options, LEARNS)
+    yield from _callable_fault("experience.sampler", config.experience.sampler, SAMPLERS)
     yield from _engine_faults(config)
-    yield from _fault_in(import_path, config.relay.transport, load_attribute(TRANSPORTS), "relay.transport")
+    yield from _transport_faults(config.relay.transport)
     yield from _reward_faults(config)
     yield from _sink_faults(config)
 
@@ -43,6 +50,20 @@ def algorithm_options(config: LaminarConfig) -> Section | None:
     choice = config.trainer.algorithm
     try:
         return validate_options(resolve(choice.kind, load_attribute(ALGORITHMS)), choice.options)
+    except ConfigError:
+        return None
+
+
+def algorithm_option_names() -> set[str]:
+    """Every option of an algorithm of ours."""
+    table = load_attribute(ALGORITHMS)
+    return {name for kind in table for name in resolve(kind, table).model_fields}
+
+
+def reward_options(reward: RewardConfig) -> Section | None:
+    """A reward's options with their defaults; None if they are wrong, or it takes none."""
+    try:
+        return validate_options(resolve(reward.kind, load_attribute(REWARDS)), reward.options)
     except ConfigError:
         return None
 
@@ -57,24 +78,52 @@ def needs_exact_logprobs(kind: str) -> bool:
         return True
 
 
-def _faults_of(where: str, kind: str, table: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[str]:
+def _faults_of(
+    where: str,
+    kind: str,
+    table: Mapping[str, str],
+    options: Mapping[str, Any],
+    methods: Sequence[Sequence[str]] = (),
+) -> Iterator[str]:
+    """What is wrong with a choice and its options; a user's own class must have one method of each group of `methods`."""
     try:
-        validate_options(resolve(kind, table, f"{where}.kind"), options, f"{where}.options")
+        attribute = resolve(kind, table, f"{where}.kind")
+        validate_options(attribute, options, f"{where}.options")
     except ConfigError as error:
         yield str(error)
+        return
+    yield from _shape_faults(f"{where}.kind", kind, attribute, methods if kind not in table else ())
+
+
+def _callable_fault(where: str, kind: str, table: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with a choice that has no options."""
+    try:
+        yield from _shape_faults(where, kind, resolve(kind, table, where))
+    except ConfigError as error:
+        yield str(error)
+
+
+def _shape_faults(where: str, kind: str, attribute: Any, methods: Sequence[Sequence[str]] = ()) -> Iterator[str]:
+    if not callable(attribute):
+        yield f"`{where}` is {kind!r}: that is {attribute!r:.80}, not a class or function"
+    elif inspect.isclass(attribute):
+        readme = f"{'trainer' if where.startswith('trainer') else 'rollout'}/README.md"
+        for names in methods:
+            if not any(hasattr(attribute, name) for name in names):
+                yield f"`{where}` is {kind!r}: a class without `{'` or `'.join(names)}`; see {readme}"
+
+
+def _transport_faults(kind: str) -> Iterator[str]:
+    """Ours need libraries that only the machines of a run must have; a user's own is imported."""
+    table = load_attribute(TRANSPORTS)
+    if kind not in table:
+        yield from _callable_fault("relay.transport", kind, table)
 
 
 def _engine_faults(config: LaminarConfig) -> Iterator[str]:
     engine = config.rollout.engine
     try:
         load_attribute(ENGINE_KIND)(engine.kind).flags(engine.options)
-    except ConfigError as error:
-        yield str(error)
-
-
-def _fault_in(find: Any, kind: str, table: Mapping[str, str], where: str) -> Iterator[str]:
-    try:
-        find(kind, table, where)
     except ConfigError as error:
         yield str(error)
 
@@ -98,7 +147,7 @@ def _reward_faults(config: LaminarConfig) -> Iterator[str]:
         yield f"`rewards` is empty: `{config.environment.kind}` gives no reward of its own; add a [[rewards]] table"
     if config.eval.path and config.rewards and not _judges_alone(config):
         yield "`eval.path` is set, but every reward compares siblings: add a [[rewards]] that judges single answers"
-    names = [reward.name or reward.kind for reward in config.rewards]
+    names = [reward.term for reward in config.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f'`rewards` has {names.count(name)} terms called "{name}": give each a `name` of its own'
 

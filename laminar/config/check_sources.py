@@ -3,7 +3,9 @@
 Looks at the file system only; the hub is asked when the run starts.
 """
 
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,7 @@ def is_hub_name(text: str) -> bool:
     """Whether `text` can be `owner/name` on the hub (of a dataset also `owner/name:configuration`), not a local path."""
     first = text.partition("/")[0]
     is_file = text.endswith((*_DATA_SUFFIXES, ".json", ".csv"))
-    is_local = is_file or first in _LOCAL_FOLDERS or Path(first).exists() or Path(text).exists()
+    is_local = is_file or first in _LOCAL_FOLDERS or os.path.exists(first) or os.path.exists(text)
     return bool(_HUB_NAME.fullmatch(text)) and not is_local
 
 
@@ -38,16 +40,16 @@ def source_notes(config: LaminarConfig) -> Iterator[str]:
         if is_hub_name(text):
             yield f'`{setting}` is "{text}", not here: taken for a name on the Hugging Face hub, loaded at start'
     python = config.rollout.engine.python
-    if python and not Path(python).exists():
-        yield f'`rollout.engine.python` is "{python}", not here yet: it must exist when the run starts'
+    if python and shutil.which(python) is None:
+        yield f'`rollout.engine.python` is "{python}", not here yet as a program: it must be when the run starts'
 
 
 def _model_faults(setting: str, text: str) -> Iterator[str]:
     path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(path):
         if setting != "model.tokenizer" and not (path / "config.json").is_file():
             yield f'`{setting}` is "{text}": the folder holds no config.json; give the folder of a Hugging Face model'
-    elif path.exists():
+    elif os.path.exists(path):
         yield f'`{setting}` is "{text}": that is a file; give the folder of a Hugging Face model'
     elif not is_hub_name(text) or ":" in text:
         yield f'`{setting}` is "{text}": {_ABSENT}; give a model\'s folder, or owner/name on the Hugging Face hub'
@@ -55,10 +57,10 @@ def _model_faults(setting: str, text: str) -> Iterator[str]:
 
 def _data_faults(setting: str, text: str) -> Iterator[str]:
     path = Path(text)
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix not in _DATA_SUFFIXES:
             yield f'`{setting}` is "{text}": give a .jsonl or .parquet file, or a Hugging Face dataset'
-    elif not path.exists() and not is_hub_name(text):
+    elif not os.path.exists(path) and not is_hub_name(text):
         yield f'`{setting}` is "{text}": {_ABSENT}; give a file, or owner/name of a dataset on the Hugging Face hub'
 
 

@@ -1,9 +1,10 @@
-"""What works, but may surprise. Pure."""
+"""What works, but may surprise. Pure, but for the options of rewards, whose modules are imported."""
 
 from collections.abc import Iterator
 
+from laminar.config.check_plugins import reward_options
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import groups_within_bytes, groups_within_staleness, shares
+from laminar.config.sizes import groups_within_bytes, groups_within_staleness, num_row_shares, shares
 
 
 def pace_warnings(config: LaminarConfig) -> Iterator[str]:
@@ -49,12 +50,19 @@ def episode_warnings(config: LaminarConfig) -> Iterator[str]:
                 f"`rewards[{index}].timeout_seconds` is {reward.timeout_seconds:g}: the episode ends after "
                 f"`environment.wall_seconds` = {config.environment.wall_seconds:g}"
             )
+        longest = getattr(reward_options(reward), "max_seconds", 0.0)
+        if isinstance(longest, int | float) and longest >= reward.timeout_seconds:
+            yield (
+                f"`rewards[{index}].options.max_seconds` is {longest:g}, not below `rewards[{index}].timeout_seconds` = "
+                f"{reward.timeout_seconds:g}: a check that is given up would keep its process busy; lower it, or raise the "
+                "latter"
+            )
     trainer = config.trainer
     smallest = min(shares(trainer.prompts_per_step, trainer.mini_batches)) * config.rollout.group_size
-    if trainer.num_ranks > smallest:
+    if (num_shares := num_row_shares(config)) > smallest:
         yield (
             f"`trainer.num_ranks` is {trainer.num_ranks}: a mini-batch of {smallest} trajectories leaves "
-            f"{trainer.num_ranks - smallest} of them idle"
+            f"{(num_shares - smallest) * trainer.sequence_parallel_size} of them idle"
         )
     if trainer.lr_schedule != "constant" and trainer.warmup_steps >= config.run.max_steps:
         yield f"`trainer.warmup_steps` is {trainer.warmup_steps}: the learning rate is still rising at `run.max_steps`"

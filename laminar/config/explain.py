@@ -16,7 +16,9 @@ from laminar.config.sizes import (
     is_one_machine,
     longest_row_tokens,
     most_admitted_groups,
+    most_micro_batch_tokens,
     most_micro_batches,
+    num_row_shares,
     num_weight_slots,
     peak_buffer_bytes,
     peak_spool_bytes,
@@ -106,7 +108,10 @@ def _policy_in_words(config: LaminarConfig) -> str:
 def _step_lines(config: LaminarConfig) -> list[str]:
     trainer, group_size = config.trainer, config.rollout.group_size
     groups = shares(trainer.prompts_per_step, trainer.mini_batches)
-    largest = shares(max(groups) * group_size, trainer.num_ranks)
+    largest = shares(max(groups) * group_size, num_row_shares(config))
+    together = trainer.sequence_parallel_size
+    sharing = "a rank" if together == 1 else f"{together} ranks that share each row"
+    whose = "a mini-batch" if together == 1 else f"a mini-batch and {sharing}"
     longest = longest_row_tokens(config)
     return [
         _row("prompts", trainer.prompts_per_step, "trainer.prompts_per_step"),
@@ -118,11 +123,15 @@ def _step_lines(config: LaminarConfig) -> list[str]:
             else []
         ),
         _row("mini-batches", trainer.mini_batches, f"of {_tally(groups)} groups" + _unevenness(groups)),
-        _row("trainer ranks", trainer.num_ranks, f"trajectories a mini-batch: {_tally(largest)}" + _unevenness(largest)),
+        _row(
+            "trainer ranks",
+            trainer.num_ranks,
+            f"trajectories {whose}: {_tally(largest)}" + _unevenness(largest),
+        ),
         _row(
             "micro-batches",
             f"<= {most_micro_batches(config, max(largest))}",
-            f"a rank and mini-batch: {trainer.max_tokens_per_micro_batch} tokens each, longest row {longest}",
+            f"{sharing} and mini-batch: {most_micro_batch_tokens(config)} tokens each, longest row {longest}",
         ),
         _row(
             "optimizer steps",
@@ -141,7 +150,7 @@ def _run_lines(config: LaminarConfig) -> list[str]:
         _row("optimizer steps", steps * trainer.mini_batches * trainer.epochs, ""),
         _row("trajectories", trajectories, f"from {steps * trainer.prompts_per_step} prompts"),
         _row("sampled tokens", f"<= {trajectories * config.rollout.max_new_tokens}", ""),
-        _row("checkpoints", steps // config.checkpoint.every_steps + 1, f"the last {config.checkpoint.keep} are kept"),
+        _row("checkpoints", -(-steps // config.checkpoint.every_steps), f"the last {config.checkpoint.keep} are kept"),
     ]
 
 

@@ -1,13 +1,15 @@
 """Say what an unknown key was probably meant to be.
 
-Pure: the tree of a config file in, one sentence for every unknown key out. In this order a key is: right but in another
-place, a peer's name for one of ours, misspelt, or simply unknown (then the keys of its section are listed).
+Pure: the tree of a config file in, one sentence for every unknown key out. In this order a key is: a peer's that needs a
+word, right but in another place, a peer's name for one of ours, misspelt, or simply unknown (then the keys of its section
+are listed).
 """
 
 import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from laminar.config.check_plugins import algorithm_option_names
 from laminar.config.peers import PEER_NAMES, PEER_NOTES
 from laminar.config.schema import ROOT, Path, Place, all_paths, child, format_path, place_at
 from laminar.config.section import Plugin
@@ -16,6 +18,9 @@ _NEAR = 0.7
 """Least similarity (difflib ratio) at which a name counts as a misspelling."""
 _SAME_SECTION_BONUS = 0.1
 _MOST_PLACES = 3
+_ALGORITHM = ("trainer", "algorithm", "options")
+_WITH_OPTIONS = ("environment", "rewards")
+"""Tables whose options are others: a key in them is not the algorithm's."""
 
 
 def unknown_keys(tree: Mapping[str, Any]) -> list[tuple[Path, str]]:
@@ -25,7 +30,7 @@ def unknown_keys(tree: Mapping[str, Any]) -> list[tuple[Path, str]]:
 
 def hint_for(path: Path, is_table: bool = False) -> str | None:
     """What the unknown key at `path` was probably meant to be, or None if nothing is near."""
-    return _elsewhere(path, is_table) or _of_a_peer(path) or _misspelt(path, is_table)
+    return PEER_NOTES.get(_plain(path[-1])) or _elsewhere(path, is_table) or _of_a_peer(path) or _misspelt(path, is_table)
 
 
 def _walk(value: Any, place: Place, path: Path) -> Iterator[tuple[Path, str]]:
@@ -69,6 +74,8 @@ def _leaves(value: Mapping[str, Any], path: Path) -> Iterator[Path]:
 def _elsewhere(path: Path, is_table: bool) -> str | None:
     """A key that is right, but one level too high, too deep, or in another section."""
     places = [known for known, place in all_paths() if known[-1] == path[-1] and (place.section is not None) == is_table]
+    if path[-1] in algorithm_option_names() and path[0] not in _WITH_OPTIONS and not is_table:
+        places.append((*_ALGORITHM, path[-1]))
     if not places:
         return None
     places.sort(key=lambda known: -_shared_parts(known, path))
@@ -76,10 +83,12 @@ def _elsewhere(path: Path, is_table: bool) -> str | None:
 
 
 def _of_a_peer(path: Path) -> str | None:
-    name = str(path[-1]).lstrip("-").replace("-", "_").lower()
-    if name in PEER_NAMES:
-        return f"here it is `{PEER_NAMES[name]}`"
-    return PEER_NOTES.get(name)
+    name = PEER_NAMES.get(_plain(path[-1]))
+    return name and f"here it is `{name}`"
+
+
+def _plain(key: str | int) -> str:
+    return str(key).lstrip("-").replace("-", "_").lower()
 
 
 def _misspelt(path: Path, is_table: bool) -> str | None:

@@ -3,6 +3,7 @@
 All that is wrong is reported at once, one sentence each. Rules between several settings live in `laminar.config.check`.
 """
 
+import os
 import re
 import sys
 import tomllib
@@ -12,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from laminar.config.complaints import complaints
+from laminar.config.complaints import complaints, unstorable
 from laminar.config.hints import unknown_keys
 from laminar.config.overrides import apply_override
 from laminar.config.root import LaminarConfig
@@ -28,6 +29,8 @@ _PATH_SETTINGS = (
     ("data", "path"),
     ("eval", "path"),
 )
+_HOME_SETTINGS = (("run", "directory"), ("relay", "root"))
+"""Paths that need not exist: of these only `~` is resolved."""
 _WHERE = re.compile(r"^(?P<what>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)$", re.DOTALL)
 
 
@@ -49,8 +52,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LaminarConfig:
         if fault:
             faults.append((key, fault))
     if not faults:
-        faults = unknown_keys(tree)
-        config = _validate(_resolved(tree, path.resolve().parent), faults)
+        resolved = _resolved(tree, path.resolve().parent)
+        faults = [*unknown_keys(tree), *unstorable(resolved)]
+        config = _validate(resolved, faults)
         if config is not None and not faults:
             append_user_modules(config.run.config_directory)
             return config
@@ -73,6 +77,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(_syntax_fault(path, text, str(error))) from None
+    except ValueError as error:  # a number that Python itself refuses to read
+        raise ConfigError(f"config file {path}: a number is too long ({error}); numbers must be below 2^63") from None
+    except RecursionError:
+        raise ConfigError(f"config file {path}: lists or tables lie too deep within each other; mend the brackets") from None
 
 
 def dump_toml(config: LaminarConfig) -> str:
@@ -89,8 +97,8 @@ def resolve_path(text: str, config_folder: Path, working_folder: Path) -> Path |
     if not text:
         return None
     for folder in (config_folder, working_folder):
-        candidate = folder / Path(text).expanduser()
-        if candidate.exists():
+        candidate = folder / os.path.expanduser(text)  # unlike Path's, it leaves an unknown user's `~name` as it stands
+        if os.path.exists(candidate):  # unlike Path's, it knows of a name too long that there is none
             return candidate.absolute()
     return None
 
@@ -125,6 +133,10 @@ def _resolved(tree: dict[str, Any], config_folder: Path) -> dict[str, Any]:
             found = resolve_path(table[key], config_folder, Path.cwd())
             if found is not None:
                 resolved[section] = {**table, key: str(found)}
+    for section, key in _HOME_SETTINGS:
+        table = resolved.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            resolved[section] = {**table, key: os.path.expanduser(table[key])}
     return resolved
 
 
@@ -133,9 +145,9 @@ def _syntax_fault(path: Path, text: str, message: str) -> str:
     what, line = (match["what"], match["line"]) if match else (message, None)
     is_duplicate = any(word in what for word in ("overwrite", "twice", "mutate"))
     if is_duplicate and line is None:
-        line = str(len(text.rstrip().splitlines()))
+        line = str(text.rstrip().count("\n") + 1)
     where = f"config file {path}" + (f", line {line}" if line else ", at its end")
-    source = text.splitlines()[int(line) - 1].strip() if line else ""
+    source = text.split("\n")[int(line) - 1].strip() if line else ""
     if is_duplicate:
         return f"{where}: `{source.partition('=')[0].strip()}` is given twice; keep one of them"
     hint = "text needs quotes" if what == "Invalid value" else "mend this line"

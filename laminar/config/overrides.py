@@ -1,7 +1,8 @@
 """Settings from the command line: `trainer.learning_rate=1e-6`, `rewards[0].weight=2`.
 
 The value is read as a TOML value; what is none is text. A setting that is text takes the characters as they stand, so
-`run.name=2` names the run "2" (in a file it would have to be quoted): a shell has eaten the quotes already.
+`run.name=2` names the run "2" (in a file it would have to be quoted): a shell has eaten the quotes already. A key with a dot
+in it stands in quotes, as in a file: `simulate.length_quantiles."p99.9"=3000`.
 Pure: changes the tree it is given, touches no file.
 """
 
@@ -11,8 +12,9 @@ from typing import Any
 
 from laminar.config.schema import Path, format_path, place_at
 
-_KEY = re.compile(r"[A-Za-z0-9_-]+(\[\d+\])*(\.[A-Za-z0-9_-]+(\[\d+\])*)*")
-_PART = re.compile(r"[A-Za-z0-9_-]+|\[\d+\]")
+_NAME = r'(?:[A-Za-z0-9_-]+|"[^"]*")(?:\[\d+\])*'
+_KEY = re.compile(rf"{_NAME}(\.{_NAME})*")
+_PART = re.compile(r'[A-Za-z0-9_-]+|"[^"]*"|\[\d+\]')
 
 
 def apply_override(tree: dict[str, Any], override: str) -> tuple[Path, str | None]:
@@ -25,7 +27,7 @@ def apply_override(tree: dict[str, Any], override: str) -> tuple[Path, str | Non
     key = key.strip()
     if not equals or not _KEY.fullmatch(key):
         return (), f"`{override}` on the command line: write it as section.key=value, such as trainer.learning_rate=1e-6"
-    path: Path = tuple(int(part[1:-1]) if part.startswith("[") else part for part in _PART.findall(key))
+    path: Path = tuple(int(part[1:-1]) if part.startswith("[") else part.strip('"') for part in _PART.findall(key))
     return path, _put(tree, path, parse_value(text.strip(), path))
 
 
@@ -33,7 +35,7 @@ def parse_value(text: str, path: Path) -> Any:
     """The value that `text` means for the setting at `path`."""
     try:
         document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, a number that is too long, or brackets without end
         return text
     if list(document) != ["value"]:
         return text

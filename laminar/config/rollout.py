@@ -53,7 +53,8 @@ class EngineConfig(Section):
     request_seconds: float = Field(600, gt=0)
     """Deadline for one answer."""
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Further command-line flags of the engine, by name without dashes."""
+    """Further command-line flags of the engine, by name without leading dashes. The torch and the emulated engine take some,
+    SGLang any."""
 
     @property
     def may_map_weights(self) -> bool:

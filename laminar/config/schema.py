@@ -47,15 +47,23 @@ ROOT = Place(LaminarConfig)
 
 
 def child(place: Place, part: str | int) -> Place | None:
-    """The place one step below, or None if the models know no such key."""
+    """The place one step below, of a union by the first member that has one, or None if the models know no such key."""
+    if _options_of(place.annotation):
+        return next(filter(None, (child(member, part) for member in members(place))), None)
     if place.section is not None:
-        return _from_field(place.section.model_fields[part]) if part in place.section.model_fields else None
+        fields = {field.alias or name: field for name, field in place.section.model_fields.items()}
+        return _from_field(fields[part]) if part in fields else None
     origin, arguments = get_origin(place.annotation), get_args(place.annotation)
     if origin is list and isinstance(part, int):
         return _from_annotation(arguments[0])
     if origin is dict and isinstance(part, str):
         return _from_annotation(arguments[1])
     return None
+
+
+def members(place: Place) -> list[Place]:
+    """What may stand at a place: the members of a union, else the place itself."""
+    return [_from_annotation(option) for option in _options_of(place.annotation)] or [place]
 
 
 def place_at(path: Path) -> Place | None:
@@ -147,5 +155,5 @@ def _describe_limit(limit: Any) -> str:
     for name, wording in wordings.items():
         value = getattr(limit, name, None)
         if value is not None:
-            return wording.format(value)
+            return wording.format(f"{value:g}" if isinstance(value, float) else value)
     return ""

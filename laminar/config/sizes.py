@@ -90,9 +90,19 @@ def shares(total: int, parts: int) -> list[int]:
     return [base + (place < remainder) for place in range(parts)]
 
 
+def num_row_shares(config: LaminarConfig) -> int:
+    """Parts into which a mini-batch's rows are dealt: one a rank, or one a group of ranks that share each row."""
+    return config.trainer.num_ranks // config.trainer.sequence_parallel_size
+
+
+def most_micro_batch_tokens(config: LaminarConfig) -> int:
+    """Most tokens of one micro-batch, on all the ranks that share its rows."""
+    return config.trainer.max_tokens_per_micro_batch * config.trainer.sequence_parallel_size
+
+
 def most_micro_batches(config: LaminarConfig, num_rows: int) -> int:
-    """Upper bound on the micro-batches that `num_rows` rows need on one rank: when all have the greatest length."""
-    return math.ceil(num_rows / max(1, config.trainer.max_tokens_per_micro_batch // longest_row_tokens(config)))
+    """Upper bound on the micro-batches that one share of `num_rows` rows needs: when all have the greatest length."""
+    return math.ceil(num_rows / max(1, most_micro_batch_tokens(config) // longest_row_tokens(config)))
 
 
 def published_bytes(config: LaminarConfig, size: ModelSize) -> int:

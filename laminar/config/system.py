@@ -93,9 +93,14 @@ class RewardConfig(Plugin):
     weight: float = 1.0
     """Factor of this term in the sum."""
     name: str = ""
-    """Name in metrics; empty: the kind."""
+    """Name in metrics; empty: the kind, of `"package.module:Attr"` the `Attr`."""
     timeout_seconds: float = Field(30, gt=0)
     """A reward that takes longer is a verifier failure, not a zero."""
+
+    @property
+    def term(self) -> str:
+        """What it is called in metrics: `name`, or the kind, of a user's own the attribute alone."""
+        return self.name or self.kind.rpartition(":")[2]
 
 
 class ExperienceConfig(Section):

@@ -9,7 +9,7 @@ from typing import Any
 
 from laminar.config.check_plugins import algorithm_options
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import ModelSize, longest_row_tokens, num_weight_slots, shares
+from laminar.config.sizes import ModelSize, longest_row_tokens, num_row_shares, num_weight_slots, shares
 from laminar.dry_run.architecture import Architecture
 from laminar.dry_run.memory import activation_bytes, logits_bytes, trained_bytes
 
@@ -70,11 +70,11 @@ def trainer_parts(owner: str, config: LaminarConfig, model: Model) -> Iterator[P
 
 
 def most_tokens_in_a_pass(config: LaminarConfig) -> int:
-    """Most tokens of one forward pass: a full micro-batch, or all rows of a rank's mini-batch if they are fewer."""
+    """Most tokens of one rank's forward pass: a full micro-batch, or its part of all its mini-batch's rows if fewer."""
     trainer = config.trainer
     groups = max(shares(trainer.prompts_per_step, trainer.mini_batches))
-    rows = max(shares(groups * config.rollout.group_size, trainer.num_ranks))
-    return min(trainer.max_tokens_per_micro_batch, rows * longest_row_tokens(config))
+    rows = max(shares(groups * config.rollout.group_size, num_row_shares(config)))
+    return min(trainer.max_tokens_per_micro_batch, -(-rows * longest_row_tokens(config) // trainer.sequence_parallel_size))
 
 
 def _trained(owner: str, config: LaminarConfig, model: Model, whose: str) -> Iterator[Part]:

@@ -138,7 +138,10 @@ async def check_server(client: Redis) -> None:
 
 def hide_password(url: str) -> str:
     """The URL for messages: a password in it, or among its options, is starred."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no URL, so nobody can say what in it is a password
+        return "***"
     shown = url
     if "@" in parts.netloc:
         user, colon, _ = parts.netloc.rpartition("@")[0].partition(":")

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -52,9 +52,13 @@ TOLD = {"kind", "step", "text", "eval/accuracy", "time/step_seconds", "train/tok
 TOLD |= {name for _, _, wanted in PLOTS for _, name in wanted}
 
 
-def told(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run's reports tell of a line of `metrics.jsonl`: a long run's whole lines do not fit into memory."""
-    return {sys.intern(name): value for name, value in line.items() if name in TOLD or name.startswith(HISTOGRAM)}
+def told(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a run's reports tell of the lines of `metrics.jsonl`: a long run's whole lines do not fit into memory.
+
+    A line without its kind or its step is passed over.
+    """
+    whole = (line for line in lines if isinstance(line.get("kind"), str) and isinstance(line.get("step"), int))
+    return [{sys.intern(name): line[name] for name in line if name in TOLD or name.startswith(HISTOGRAM)} for line in whole]
 
 
 def html_report(
@@ -64,7 +68,7 @@ def html_report(
 
     Args:
         run: facts by name: `id`, `status`, `reason`, `lives`.
-        lines: of `metrics.jsonl`, or what is `told` of them.
+        lines: of `metrics.jsonl`, as `told` gives them.
         config_text: the settings, secrets starred.
         bound: K, drawn into the staleness plot; None if unbounded.
         written_at: Unix seconds.

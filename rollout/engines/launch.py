@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import Field
+
 from laminar.config.section import Section
 from laminar.errors import ConfigError
 from laminar.plugins import resolve, validate_options
@@ -140,8 +142,38 @@ class EngineKind:
         return own.model_dump(by_alias=True, exclude_none=True) if own else {}
 
 
-TORCH = EngineKind(torch_command, checks_weights=True, reads_back=True)
-EMULATED = EngineKind(emulated_command, checks_weights=True, reads_back=True)
+class TorchOptions(Section):
+    """`[rollout.engine.options]` of the torch engine."""
+
+    max_prefill_tokens: int | None = Field(None, ge=1, alias="max-prefill-tokens")
+    """Tokens prefilled in one step."""
+    batch_invariant: bool | None = Field(None, alias="batch-invariant")
+    """Same numbers however many requests run."""
+
+
+class EmulatedOptions(Section):
+    """`[rollout.engine.options]` of the emulated engine."""
+
+    latency: str | None = None
+    """Whose decode steps, of the paper's figure 4."""
+    lengths: str | None = None
+    """Whose answer lengths, of the paper's figure 17."""
+    length_scale: float | None = Field(None, gt=0, alias="length-scale")
+    """Factor on all lengths."""
+    time_factor: float | None = Field(None, gt=0, alias="time-factor")
+    """Seconds of the real engine in one second."""
+    token_scale: int | None = Field(None, ge=1, alias="token-scale")
+    """Tokens of the real engine that one of ours stands for."""
+    step_tokens: int | None = Field(None, ge=1, alias="step-tokens")
+    """Most tokens that one wake-up gives everybody."""
+    stream_interval: int | None = Field(None, ge=1, alias="stream-interval")
+    """Tokens that a stream's reader hears of at once."""
+    prefill_tokens_per_second: float | None = Field(None, gt=0, alias="prefill-tokens-per-second")
+    """Context computed, in real tokens."""
+
+
+TORCH = EngineKind(torch_command, checks_weights=True, reads_back=True, Options=TorchOptions)
+EMULATED = EngineKind(emulated_command, checks_weights=True, reads_back=True, Options=EmulatedOptions)
 SGLANG = EngineKind(sglang_command)
 
 ENGINES: dict[str, str] = {

@@ -40,8 +40,8 @@ class Tools:
         @field_validator("tools")
         @classmethod
         def _loadable(cls, tools: list[str | Plugin]) -> list[str | Plugin]:
-            for entry in tools:
-                load_entry(entry)
+            for index, entry in enumerate(tools):
+                load_entry(index, entry)
             return tools
 
     def __init__(self, options: Options) -> None:

@@ -176,7 +176,7 @@ def _build_term(config: RewardConfig, index: int) -> Term:
     elif not callable(attribute):
         raise ConfigError(f"rewards.{index}.kind: {config.kind!r} is {attribute!r:.80}, not a class or function")
     return Term(
-        name=config.name or config.kind.rpartition(":")[2],
+        name=config.term,
         judge=judge,
         weight=config.weight,
         timeout_seconds=config.timeout_seconds,

@@ -55,8 +55,8 @@ class Toolbox:
         Raises:
             ConfigError: two have one name.
         """
-        for entry in self.entries:
-            for tool in await self._open_entry(entry):
+        for index, entry in enumerate(self.entries):
+            for tool in await self._open_entry(index, entry):
                 if tool.name in self.tools:
                     raise ConfigError(f"two tools are called {tool.name!r}; rename one")
                 self.tools[tool.name] = tool
@@ -104,8 +104,8 @@ class Toolbox:
             raise ToolError(str(outcome.error) or type(outcome.error).__name__)
         return outcome
 
-    async def _open_entry(self, entry: str | Plugin) -> Sequence[Tool]:
-        attribute, options = load_entry(entry)
+    async def _open_entry(self, index: int, entry: str | Plugin) -> Sequence[Tool]:
+        attribute, options = load_entry(index, entry)
         if not isinstance(attribute, type):
             return [tool_from_function(attribute)]
         source = attribute() if options is None else attribute(options)
@@ -130,18 +130,19 @@ async def _caught(call: Callable[[], Awaitable[Any]]) -> Any:
         return _Refused(error)
 
 
-def load_entry(entry: str | Plugin) -> tuple[Any, Section | None]:
-    """The function or source class that an entry stands for, and its options.
+def load_entry(index: int, entry: str | Plugin) -> tuple[Any, Section | None]:
+    """The function or source class that the entry at `index` of the tools stands for, and its options.
 
     Raises:
         ConfigError: there is none, or its options are wrong.
     """
     kind, options = (entry, {}) if isinstance(entry, str) else (entry.kind, entry.options)
-    attribute = resolve(kind, TOOLS, "environment.options.tools")
+    where = f"environment.options.tools[{index}]"
+    attribute = resolve(kind, TOOLS, where)
     if not callable(attribute):
         raise ConfigError(f"tool {kind!r} is {attribute!r:.80}, not a function or class")
     if not isinstance(attribute, type):
         tool_from_function(attribute)
     elif not (hasattr(attribute, "open") and hasattr(attribute, "close")):
         raise ConfigError(f"tool {kind!r}: a class must have `open` and `close`; see rollout/README.md")
-    return attribute, validate_options(attribute, options, f"options of tool {kind!r}")
+    return attribute, validate_options(attribute, options, f"{where}.options")

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from laminar.cli.logs import find_logs, last_lines, tail
+from laminar.cli.logs import Follower, end_of_lines, find_logs, last_lines, tail
 from laminar.errors import ConfigError
 from laminar.run_folder import RunFolder
 
@@ -56,6 +56,25 @@ def test_only_the_last_lines_are_read_however_small_the_blocks(folder):
     file.write_text("".join(f"line {i}\n" for i in range(1000)))
     for block_bytes in (1, 7, 1 << 16):
         assert tail(file, 3, block_bytes) == ["line 997", "line 998", "line 999"]
+
+
+def test_a_follower_gives_whole_lines_of_logs_that_grow_appear_begin_anew_and_go(folder):
+    known = find_logs(folder, "")
+    trainer, late = folder.logs / "trainer-0.log", folder.logs / "rollout-1.log"
+    with trainer.open("a") as log:
+        log.write("half ")
+    follower = Follower({file: end_of_lines(file) for file in known})
+    assert follower.new_lines(known) == []
+    with trainer.open("a") as log:
+        log.write("a ")
+    late.write_text("one\ntwo\n")
+    assert follower.new_lines([*known, late]) == [("rollout-1", "one"), ("rollout-1", "two")]
+    with trainer.open("a") as log:
+        log.write("line\nand half")
+    late.unlink()
+    assert follower.new_lines([*known, late]) == [("trainer-0", "half a line")]
+    trainer.write_text("anew\n")
+    assert follower.new_lines(known) == [("trainer-0", "anew")]
 
 
 def test_a_role_without_a_log_is_refused_with_the_names_that_are_there(folder):

@@ -57,6 +57,18 @@ def test_a_report_is_one_file_that_needs_no_other_and_tells_no_secret(folder):
     assert not re.search(r"<(script|link|img|iframe)|src=|url\(|https?://(?!me:)", text)
 
 
+def test_a_run_of_another_version_of_laminar_is_reported_with_its_bound_and_what_lines_have_a_shape(folder):
+    with folder.config.open("a") as file:
+        file.write("\n[zebra]\nplumage = 3\n")
+    with folder.metrics.open("a") as file:
+        file.write('12\n{}\n{"kind": "step"}\n')
+    assert run_command("report", folder.path).exit_code == 0
+    text = folder.report.read_text()
+    assert "plumage = 3" in text
+    assert ">bound<" in text
+    assert "2, in 4" in text
+
+
 def test_a_report_that_cannot_be_written_is_refused(folder):
     assert isinstance(run_command("report", folder.path, "--output", folder.path / "none" / "r.html").exception, ConfigError)
 
@@ -157,6 +169,14 @@ def test_too_few_open_files_and_a_missing_engine_are_found_with_remedies(monkeyp
     assert "correct rollout.engine.python" in bad["engine"]
     assert "start one there" in bad["redis"]
     assert "set relay.root" in bad["shared memory"]
+
+
+@pytest.mark.parametrize("below", ["", "/runs"])
+def test_a_run_folder_that_would_lie_in_a_file_is_found(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    settings = config(run={"directory": f"{tmp_path}/file{below}"})
+    disk = next(finding for finding in doctor.examine(settings) if finding.name == "disk")
+    assert (disk.level, disk.text) == ("bad", f"{tmp_path}/file is a file; set run.directory to a folder")
 
 
 def test_an_unfit_machine_ends_with_the_exit_code_for_it(monkeypatch):

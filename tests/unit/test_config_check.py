@@ -221,6 +221,132 @@ def test_a_row_longer_than_a_rank_holds_is_accepted_if_ranks_share_it(folder):
     assert warnings(folder, text + "trainer.num_ranks = 2\ntrainer.sequence_parallel_size = 2") == []
 
 
+@pytest.mark.parametrize(
+    ("text", "reward", "sentence"),
+    [
+        ('experience.sampler = "os:sep"', REWARD, "`experience.sampler` is 'os:sep': that is '/', not a class or function"),
+        ('environment.kind = "os:sep"', REWARD, "`environment.kind` is 'os:sep': that is '/'"),
+        ('environment.kind = "collections:OrderedDict"', REWARD, "a class without `reset`"),
+        ('trainer.algorithm.kind = "os:sep"', REWARD, "`trainer.algorithm.kind` is 'os:sep': that is '/'"),
+        (
+            'trainer.algorithm.kind = "collections:OrderedDict"',
+            REWARD,
+            "a class without `advantages`; see trainer/README.md",
+        ),
+        ("", '[[rewards]]\nkind = "os:sep"', "`rewards[0].kind` is 'os:sep': that is '/'"),
+        ("", '[[rewards]]\nkind = "laminar.types:Prompt"', "a class without `score` or `score_batch` or `score_group`"),
+        ('relay.transport = "nope.nope:X"', REWARD, "`relay.transport` is 'nope.nope:X': there is no module nope"),
+        ('relay.transport = "os:sep"', REWARD, "`relay.transport` is 'os:sep': that is '/'"),
+    ],
+)
+def test_an_implementation_of_the_wrong_shape_is_refused(folder, text, reward, sentence):
+    assert sentence in refusal(folder, text, reward)
+
+
+def test_environments_that_are_not_stepped_are_no_fault(folder):
+    text = 'environment = {kind = "agent", options = {command = ["true"]}}'
+    assert warnings(folder, text) == []
+
+
+def test_terms_of_two_modules_with_one_name_are_refused_as_the_run_would_call_them(folder):
+    (folder / "one_term.py").write_text("def score(prompt, completion):\n    return 0.0\n")
+    (folder / "another_term.py").write_text("def score(prompt, completion):\n    return 0.0\n")
+    rewards = '[[rewards]]\nkind = "one_term:score"\n[[rewards]]\nkind = "another_term:score"\n'
+    assert '`rewards` has 2 terms called "score"' in refusal(folder, "", rewards)
+    assert warnings(folder, "", rewards + 'name = "another"') == []
+
+
+def test_lengths_and_splits_are_held_against_the_models_own_config(folder):
+    (folder / "policy" / "config.json").write_text('{"max_position_embeddings": 128, "num_attention_heads": 4}')
+    held_out = 'rollout.max_new_tokens = 8\neval.path = "rows.jsonl"\neval.max_new_tokens = 128'
+    assert "`rollout.max_new_tokens` is 512, but the model has 128 positions" in refusal(folder, "")
+    assert "`eval.max_new_tokens` is 128, but the model has 128 positions" in refusal(folder, held_out)
+    split = "rollout.max_new_tokens = 127\ntrainer.num_ranks = 3\ntrainer.sequence_parallel_size = 3"
+    assert "does not divide the model's 4 attention heads" in refusal(folder, split)
+    assert warnings(folder, "rollout.max_new_tokens = 127") == []
+    assert warnings(folder, 'rollout.engine.kind = "sglang"') == []
+
+
+@pytest.mark.parametrize("setting", ["trainer.num_gpus_per_rank", "rollout.engine.num_gpus"])
+def test_more_than_one_gpu_comes_whole(folder, setting):
+    assert f"`{setting}` is 1.5: above 1 only whole GPUs can be set aside; use 1 or 2" in refusal(folder, f"{setting} = 1.5")
+    assert warnings(folder, f"{setting} = 2.0") == warnings(folder, f"{setting} = 0.5") == []
+
+
+def test_a_window_of_spikes_in_which_nothing_would_be_judged_is_refused(folder):
+    text = "trainer.spikes.window_updates = 8"
+    assert "below `trainer.spikes.min_updates` = 16: nothing would ever be judged" in refusal(folder, text)
+    assert warnings(folder, text + '\ntrainer.spikes.action = "off"') == []
+
+
+def test_an_evaluation_that_is_off_demands_nothing(folder):
+    assert warnings(folder, "eval.samples_per_prompt = 4") == []
+    assert "`eval.samples_per_prompt` is 4" in refusal(folder, 'eval = {path = "rows.jsonl", samples_per_prompt = 4}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sentence"),
+    [
+        ("torch", "max_prefill_tokens = 512", "did you mean max-prefill-tokens?"),
+        ("torch", "max-running = 3", "unknown key `rollout.engine.options.max-running`"),
+        ("torch", "max_running = 3", "it belongs at `rollout.engine.max_running`"),
+        ("torch", "port = 3", "`rollout.engine.options.port`: the options are max-prefill-tokens, batch-invariant"),
+        ("emulated", "lifeline = false", "unknown key `rollout.engine.options.lifeline`"),
+        ("emulated", "time-factor = 0", "`rollout.engine.options.time-factor` is 0"),
+    ],
+)
+def test_our_engines_refuse_flags_that_they_do_not_take(folder, kind, options, sentence):
+    assert sentence in refusal(folder, f'rollout.engine = {{kind = "{kind}", options = {{{options}}}}}')
+
+
+def test_lora_without_its_package_is_refused(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "`trainer.lora.rank` is 8, but peft is not installed" in refusal(folder, "trainer.lora.rank = 8")
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "sentence"),
+    [
+        (
+            "",
+            '[[rewards]]\nkind = "code_tests"\noptions = {limits = {cpu_second = 3}}',
+            "`rewards[0].options.limits.cpu_second`: did you mean cpu_seconds or wall_seconds?",
+        ),
+        (
+            'environment = {kind = "tools", options = {tools = ["calculate", {kind = "python", optoins = {}}]}}',
+            REWARD,
+            "unknown key `environment.options.tools[1].optoins`: did you mean options? the options are kind, options",
+        ),
+        (
+            'environment.kind = "tools"\n'
+            'environment.options.tools = [{kind = "python", options = {limits = {wall_secnds = 3}}}]',
+            REWARD,
+            "unknown key `environment.options.tools[0].options.limits.wall_secnds`: did you mean wall_seconds",
+        ),
+        ("trainer.algorithm.options.learning_rate = 1e-5", REWARD, "it belongs at `trainer.learning_rate`"),
+    ],
+)
+def test_a_misspelt_key_is_hinted_at_however_deep_it_lies(folder, text, reward, sentence):
+    told = refusal(folder, text, reward)
+    assert sentence in told
+    assert "valid string" not in told
+
+
+def test_ranks_that_share_rows_are_not_idle(folder):
+    text = "rollout.group_size = 2\ntrainer.prompts_per_step = 1\ntrainer.num_ranks = 4\n"
+    assert "leaves 2 of them idle" in str(warnings(folder, text))
+    assert "idle" not in str(warnings(folder, text + "trainer.sequence_parallel_size = 2"))
+    assert "leaves 4 of them idle" in str(warnings(folder, text.replace("4", "12") + "trainer.sequence_parallel_size = 4"))
+
+
+def test_secrets_are_starred_in_what_is_said_of_them(folder):
+    assert "secret" not in refusal(folder, 'experience.redis_url = "http://u:secret@h"')
+    assert '`experience.redis_url` is "***"' in refusal(folder, 'experience.redis_url = "http://u:secret@[x"')
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(folder, 'alerts.webhook = "hooks.slack.com/services/secret"'))
+    assert '`alerts.webhook` is "***"' in str(caught.value)
+
+
 def test_all_faults_are_told_at_once(folder):
     text = refusal(folder, "rollout.group_size = 1\nrollout.sampling.top_p = 0.5\nrollout.sampling.top_k = 3")
     assert text.startswith("3 settings cannot work:")
@@ -244,17 +370,23 @@ def test_all_faults_are_told_at_once(folder):
         ("run.no_progress_seconds = 600", "the run may stop while the trainer still waits"),
         ("trainer.num_ranks = 9\nrollout.group_size = 2\ntrainer.prompts_per_step = 4", "leaves 1 of them idle"),
         ("environment.wall_seconds = 10", "`rewards[0].timeout_seconds` is 30: the episode ends after"),
+        (
+            'rewards = [{kind = "math_verify", timeout_seconds = 5}]',
+            "`rewards[0].options.max_seconds` is 5, not below `rewards[0].timeout_seconds` = 5",
+        ),
     ],
 )
 def test_what_may_surprise_is_warned_of(folder, text, sentence):
     if "prompts_per_step" not in text:
         text += "\ntrainer.prompts_per_step = 8"
-    assert any(sentence in warning for warning in warnings(folder, text))
+    reward = "" if "rewards = " in text else REWARD
+    assert any(sentence in warning for warning in warnings(folder, text, reward))
 
 
 def test_a_users_own_reward_beside_the_config_is_found_and_its_options_checked(folder):
     (folder / "my_check_rewards.py").write_text(
         "from laminar.config.section import Section\n\n\nclass Short:\n    class Options(Section):\n        limit: int\n"
+        "\n    def score(self, context):\n        return 0.0\n"
     )
     reward = '[[rewards]]\nkind = "my_check_rewards:Short"\noptions = {limit = %s}'
     assert warnings(folder, "", reward % 3) == []
@@ -286,6 +418,22 @@ def test_hub_names_are_accepted_with_a_note_and_missing_folders_are_not(folder):
     missing = load_config(write(folder, ""), ["model.path=models/absent"])
     with pytest.raises(ConfigError, match=r'`model.path` is "models/absent": nothing of that name'):
         check_config(missing, 64)
+
+
+@pytest.mark.parametrize("setting", ["model.path", "data.path", "eval.path", "model.tokenizer"])
+@pytest.mark.parametrize("text", ["a" * 300, "~nosuchuser/x"])
+def test_a_path_that_no_system_takes_is_refused_like_an_absent_one(folder, setting, text):
+    with pytest.raises(ConfigError, match=f'`{setting}` is "{text}": nothing of that name'):
+        check_config(load_config(write(folder, ""), [f"{setting}={text}"]), 64)
+
+
+def test_the_engines_interpreter_is_looked_for_on_the_path(folder):
+    absent = "`rollout.engine.python` is"
+    python = Path(sys.executable)
+    assert warnings(folder, f'rollout.engine.python = "{python}"') == []
+    assert warnings(folder, 'rollout.engine.python = "sh"') == []
+    assert absent in warnings(folder, 'rollout.engine.python = "no-such-python"')[0]
+    assert absent in warnings(folder, f'rollout.engine.python = "{folder}"')[0]
 
 
 def test_a_folder_without_config_json_is_no_model(folder):

@@ -56,6 +56,19 @@ def test_six_trajectories_a_rank_need_as_many_micro_batches_as_their_longest_for
     assert line_of(explain(config), "micro-batches").startswith(f"micro-batches <= {micro_batches} ")
 
 
+def test_ranks_that_share_rows_take_their_micro_batches_together(load):
+    sizes = "trainer.num_ranks = 4\ntrainer.sequence_parallel_size = 2\ntrainer.max_tokens_per_micro_batch = 128"
+    text = explain(load(sizes))
+    assert line_of(text, "trainer ranks").endswith("a mini-batch and 2 ranks that share each row: 12")
+    assert line_of(text, "micro-batches").startswith("micro-batches <= 6 2 ranks that share each row and mini-batch: 256")
+
+
+@pytest.mark.parametrize(("max_steps", "every_steps", "count"), [(40, 10, 4), (41, 10, 5), (5, 10, 1)])
+def test_as_many_checkpoints_are_told_as_the_trainer_saves(load, max_steps, every_steps, count):
+    text = explain(load(f"run.max_steps = {max_steps}\ncheckpoint.every_steps = {every_steps}"))
+    assert line_of(text, "checkpoints").startswith(f"checkpoints {count} ")
+
+
 def test_five_ranks_share_twenty_four_trajectories_unevenly_and_it_is_said(load):
     text = explain(load("trainer.num_ranks = 5"))
     assert line_of(text, "trajectories") == "trajectories 24 x 4 (rollout.group_size)"

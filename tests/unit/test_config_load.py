@@ -1,5 +1,6 @@
 """Reading, overriding, refusing and writing configs (case D27)."""
 
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -35,6 +36,9 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ('[run]\nname = "x"\n[data]\n[run]\nseed = 1', "line 5: `[data]` is given twice; keep one of them"),
         ("[run]\nname = demo", "line 4: not TOML (invalid value) in `name = demo`; text needs quotes"),
         ('[run]\nname = "demo', "not TOML"),
+        ("# a\u2028b\n[run]\nname = demo", "line 5: not TOML (invalid value) in `name = demo`"),
+        ("run.max_steps = " + "9" * 5000, "a number is too long"),
+        ("x = " + "[" * 3000, "lie too deep within each other"),
     ],
 )
 def test_a_file_that_is_no_toml_is_refused_with_the_line(tmp_path, text, sentence):
@@ -71,11 +75,48 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path, content):
         ('[rewards]\nkind = "regex"', "it must be a list of tables, each written as `[[rewards]]`"),
         ("[[rewards]]\nweight = 1.0", "`rewards[0].kind` is missing: Name of the implementation"),
         ("eval.path = 3", "`eval.path` is 3: it must be text"),
+        (
+            "[simulate]\ntrain_flops = 1e-300",
+            "`simulate.train_flops` is 1e-300: it must be a finite number of at least 1e+06 and at most 1e+18",
+        ),
+        ("[simulate]\nmodel_parameters = 1e300", "`simulate.model_parameters` is 1e+300"),
+        ("[simulate]\nlength_quantiles = {p50 = 1e300}", "`simulate.length_quantiles.p50` is 1e+300"),
         ("trainer = 3", "`trainer` is 3: it must be a table, written as `[trainer]`"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_path_and_what_may_stand_there(tmp_path, text, sentence):
     assert sentence in refusal(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        ("run.max_steps=9223372036854775808", "run.max_steps"),
+        ("staleness.max_staleness=" + "9" * 400, "staleness.max_staleness"),
+        ("rollout.sampling.stop_token_ids=[1, 0x" + "f" * 5000 + "]", "rollout.sampling.stop_token_ids[1]"),
+        ("environment.options.seed=9223372036854775808", "environment.options.seed"),
+        ("trainer.learning_rate=" + "9" * 400, "trainer.learning_rate"),
+    ],
+)
+def test_a_whole_number_that_needs_more_than_64_bits_is_refused(tmp_path, override, path):
+    told = refusal(tmp_path, "", override)
+    assert f"`{path}` is " in told
+    assert "a whole number must be below 2^63" in told
+
+
+def test_what_cannot_be_written_as_utf_8_is_refused(tmp_path):
+    odd = tmp_path / os.fsdecode(b"od\xffd")
+    odd.mkdir()
+    assert "`run.config_directory` is" in refusal(odd, "")
+    assert "`run.directory` is 'r\\udcff'" in refusal(tmp_path, "", "run.directory=r\udcff")
+
+
+def test_paths_begin_at_home_and_those_that_no_system_takes_lie_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(tmp_path, "", "run.directory=~/runs", "relay.root=~/memory", "model.path=~nosuchuser/x")
+    assert (config.run.directory, config.relay.root) == (f"{tmp_path}/runs", f"{tmp_path}/memory")
+    assert config.model.path == "~nosuchuser/x"
+    assert load(tmp_path, "", "model.path=" + "a" * 300).model.path == "a" * 300
 
 
 def test_missing_required_settings_are_named_one_by_one(tmp_path):
@@ -111,6 +152,7 @@ def test_switched_off_features_need_no_settings(tmp_path):
         ("trainer.algorithm.options.clip_low=0.1", ("trainer", "algorithm", "options", "clip_low"), 0.1),
         ("rollout.engine.options.flag=on", ("rollout", "engine", "options", "flag"), "on"),
         ("rewards[0].weight=2", ("rewards", 0, "weight"), 2.0),
+        ('simulate.length_quantiles."p99.9"=3', ("simulate", "length_quantiles", "p99.9"), 3.0),
     ],
 )
 def test_an_override_sets_one_value(tmp_path, override, path, value):

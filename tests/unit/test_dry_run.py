@@ -12,10 +12,10 @@ from laminar.config.sizes import ModelSize
 from laminar.dry_run.architecture import Architecture, read_architecture
 from laminar.dry_run.machines import Machine, described_machine
 from laminar.dry_run.memory import activation_bytes, cache_capacity_tokens, logits_bytes, trained_bytes
-from laminar.dry_run.parts import Model
+from laminar.dry_run.parts import Model, most_tokens_in_a_pass
 from laminar.dry_run.placement import place
 from laminar.dry_run.plan import Place, describe, make_plan
-from laminar.errors import EnvironmentSetupError
+from laminar.errors import ConfigError, EnvironmentSetupError
 
 GB = 10**9
 TINY = Architecture(2, 64, 4, 2, 16, 128, 24, is_tied=True)
@@ -200,6 +200,21 @@ def test_the_command_prints_the_plan_and_ends_with_3_where_it_does_not_fit(files
     assert isinstance(bad, EnvironmentSetupError)
     assert bad.exit_code == 3
     assert "the run does not fit: GPU 0 of machine 0 can hold 76.0 GB" in str(bad)
+
+
+@pytest.mark.parametrize("option", ["--memory-gb", "--shared-gb", "--gpu-gb"])
+def test_a_size_without_end_is_refused(files, option):
+    error = CliRunner().invoke(app, ["check", "--dry-run", str(files / "c.toml"), option, "inf"]).exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == f"{option} inf: give a number of gigabytes, such as 80"
+
+
+def test_ranks_that_share_rows_hold_a_stretch_of_each():
+    tokens = {"data": {"path": "d", "max_prompt_tokens": 1000}, "rollout": {"max_new_tokens": 24, "group_size": 4}}
+    split = {"prompts_per_step": 1, "num_ranks": 4, "sequence_parallel_size": 4, "max_tokens_per_micro_batch": 2000}
+    assert most_tokens_in_a_pass(config(trainer=split, **tokens)) == 1024  # 4 rows of 1024 tokens over 4 ranks
+    pairs = {**split, "sequence_parallel_size": 2, "max_tokens_per_micro_batch": 800}
+    assert most_tokens_in_a_pass(config(trainer=pairs, **tokens)) == 800  # of 2 rows, 1024 tokens a rank
 
 
 def test_the_note_about_busy_threads_counts_the_cores_that_were_described(files):

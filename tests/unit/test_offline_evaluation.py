@@ -42,6 +42,8 @@ def test_any_other_folder_needs_a_config(tmp_path):
     with pytest.raises(ConfigError, match="say with --config"):
         _find(tmp_path, None, None)
     assert _find(tmp_path, None, tmp_path / "x.toml") == (tmp_path, 0, tmp_path / "x.toml")
+    with pytest.raises(ConfigError, match=r"--step 7: .* is no run, so it has no steps"):
+        _find(tmp_path, 7, tmp_path / "x.toml")
 
 
 def test_a_version_is_held_while_it_is_measured_and_let_go_after(tmp_path):

@@ -143,7 +143,7 @@ def test_no_options_are_taken_where_none_are_declared(attribute: object) -> None
     ("options", "message"),
     [
         ({"num_stepz": 5, "path": ""}, r"unknown key `o\.num_stepz`: did you mean num_steps\? the options are num_steps, "),
-        ({"inner": {"x": 1}, "path": ""}, r"unknown key `o\.inner\.x`: remove it"),
+        ({"inner": {"x": 1}, "path": ""}, r"unknown key `o\.inner\.x`: the options are depth"),
         ({"num_steps": "5", "path": ""}, r"`o\.num_steps` is '5': Input should be a valid integer"),
         ({"num_steps": 0, "path": ""}, r"`o\.num_steps` is 0: Input should be greater than or equal to 1"),
         ({"num_steps": True, "path": ""}, r"`o\.num_steps` is True: "),

@@ -28,7 +28,9 @@ def test_an_unknown_transport_is_refused_with_the_nearest_name():
 
 
 @pytest.mark.parametrize("transport", ["auto", "zmq", "mooncake", "collective", "my_transports:Pigeons"])
-def test_known_transports_and_own_ones_are_no_fault(transport):
+def test_known_transports_and_own_ones_are_no_fault(transport, tmp_path, monkeypatch):
+    (tmp_path / "my_transports.py").write_text("class Pigeons:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
     assert faults(transport) == []
 
 

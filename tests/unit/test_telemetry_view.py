@@ -198,7 +198,8 @@ def test_the_reports_read_nothing_of_a_line_but_what_they_keep_of_it():
         "restarts": {}, "generated_tokens": 400.0, "step_seconds": 20.0, "generated_during_steps": 100.0,
     }  # fmt: skip
     run = {"id": "r", "status": "finished", "reason": "", "lives": 1}
-    kept = [told(line) for line in lines]
+    shapeless = [{}, {"kind": "step"}, {"step": 3}, {"kind": "mark", "step": None}]
+    kept = told([*shapeless, *lines])
     assert max(map(len, kept)) < 30 < len(METRICS)
     page = html_report(run, lines, "", bound=2, written_at=0.0)
     assert html_report(run, kept, "", bound=2, written_at=0.0) == page

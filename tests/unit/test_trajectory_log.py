@@ -1,5 +1,6 @@
 """Trajectory records: sampled by group, appended, torn ends passed over, bounded, found again."""
 
+import gzip
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -95,6 +96,42 @@ def test_a_torn_step_costs_no_step_after_it(log, tmp_path, trajectory_maker):
     append_step(tmp_path, 8, {"c": 1})
     (summary,) = TrajectoryFolder(tmp_path).summaries()
     assert (summary.step, summary.staleness) == (8, 3)
+
+
+@pytest.mark.parametrize(
+    "odd", [b"not json", b"\xff\xfe", b"12", b"{}", b'{"format_version": 2}', b'{"format_version": 1, "chains": 3}']
+)
+def test_a_line_of_another_shape_costs_no_record_and_no_step(log, tmp_path, trajectory_maker, odd):
+    log.add(trajectory_maker.play("a", 0, "0.4"))
+    log.write()
+    (path,) = tmp_path.glob("*.jsonl.gz")
+    path.write_bytes(gzip.compress(odd + b"\n") + path.read_bytes())
+    log.add(trajectory_maker.play("b", 0, "0.4"))
+    log.write()
+    (tmp_path / "steps.jsonl").write_bytes(odd + b'\n{"step": 3, "groups": 4}\n')
+    append_step(tmp_path, 7, ["a"])
+    folder = TrajectoryFolder(tmp_path)
+    assert {(s.group_id, s.step) for s in folder.summaries()} == {("a", 7), ("b", None)}
+    assert folder.read(folder.find("b-000"))["group_id"] == "b"
+
+
+@pytest.mark.parametrize("looked_at", [20, 60])
+def test_steps_that_were_cut_and_have_grown_between_two_looks_are_all_read(log, tmp_path, trajectory_maker, looked_at):
+    folder = TrajectoryFolder(tmp_path)
+    for step in range(looked_at):
+        append_step(tmp_path, step, [f"{step:08d}"], max_bytes=4000)
+    log.add(trajectory_maker.play("00000010", 0, "0.0"))
+    log.write()
+    folder.summaries()
+    for step in range(looked_at, 130):
+        append_step(tmp_path, step, [f"{step:08d}"], max_bytes=4000)
+        log.add(trajectory_maker.play(f"{step:08d}", 0, "0.0"))
+    log.write()
+    steps = {s.group_id: s.step for s in folder.summaries()}
+    kept = [json.loads(line)["step"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert 10 not in kept
+    assert steps["00000010"] == 10
+    assert all(steps[f"{step:08d}"] == step for step in kept)
 
 
 def test_old_files_go_when_the_folder_is_full_and_are_forgotten(tmp_path, trajectory_maker):

@@ -1,0 +1,48 @@
+"""Judge lengths and splits by what the model's own `config.json` says; nothing is said of a model that is not here.
+
+Reads that one file. Does not know the weights.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from laminar.config.root import LaminarConfig
+
+
+def model_faults(config: LaminarConfig) -> Iterator[str]:
+    """One sentence for every setting that this model cannot take."""
+    model = _read_config(Path(config.model.path))
+    yield from _length_faults(config, model.get("max_position_embeddings"))
+    size, heads = config.trainer.sequence_parallel_size, model.get("num_attention_heads")
+    if isinstance(heads, int) and heads % size and config.trainer.kind != "emulated":
+        yield (
+            f"`trainer.sequence_parallel_size` is {size}, which does not divide the model's {heads} attention heads: use "
+            "one that does"
+        )
+
+
+def _length_faults(config: LaminarConfig, positions: Any) -> Iterator[str]:
+    """Answers for which the model's positions leave no prompt; engines of ours refuse them, all of them."""
+    if not isinstance(positions, int) or config.rollout.engine.kind not in ("torch", "emulated"):
+        return
+    lengths = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    if config.eval.path and config.eval.max_new_tokens is not None:
+        lengths["eval.max_new_tokens"] = config.eval.max_new_tokens
+    for setting, length in lengths.items():
+        if length >= positions:
+            yield (
+                f"`{setting}` is {length}, but the model has {positions} positions (`max_position_embeddings`) for prompt "
+                "and answer together: lower it"
+            )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """What is known of the language model; empty if there is no such file."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    inner = config.get("text_config", config) if isinstance(config, dict) else {}
+    return inner if isinstance(inner, dict) else {}
