@@ -138,7 +138,7 @@ class TrajectoryFolder:
                 self._last_step_line = line
                 told = parse_line(line) or {}
                 step, groups = told.get("step"), told.get("groups")
-                if isinstance(step, int) and isinstance(groups, list):
+                if isinstance(step, int) and isinstance(groups, dict | list):  # a list in runs of earlier versions
                     self._steps.update((group, step) for group in groups if isinstance(group, str))
 
 

@@ -109,7 +109,7 @@ def test_a_line_of_another_shape_costs_no_record_and_no_step(log, tmp_path, traj
     log.add(trajectory_maker.play("b", 0, "0.4"))
     log.write()
     (tmp_path / "steps.jsonl").write_bytes(odd + b'\n{"step": 3, "groups": 4}\n')
-    append_step(tmp_path, 7, ["a"])
+    append_step(tmp_path, 7, {"a": 1})
     folder = TrajectoryFolder(tmp_path)
     assert {(s.group_id, s.step) for s in folder.summaries()} == {("a", 7), ("b", None)}
     assert folder.read(folder.find("b-000"))["group_id"] == "b"
@@ -119,12 +119,12 @@ def test_a_line_of_another_shape_costs_no_record_and_no_step(log, tmp_path, traj
 def test_steps_that_were_cut_and_have_grown_between_two_looks_are_all_read(log, tmp_path, trajectory_maker, looked_at):
     folder = TrajectoryFolder(tmp_path)
     for step in range(looked_at):
-        append_step(tmp_path, step, [f"{step:08d}"], max_bytes=4000)
+        append_step(tmp_path, step, {f"{step:08d}": 1}, max_bytes=4000)
     log.add(trajectory_maker.play("00000010", 0, "0.0"))
     log.write()
     folder.summaries()
     for step in range(looked_at, 130):
-        append_step(tmp_path, step, [f"{step:08d}"], max_bytes=4000)
+        append_step(tmp_path, step, {f"{step:08d}": 1}, max_bytes=4000)
         log.add(trajectory_maker.play(f"{step:08d}", 0, "0.0"))
     log.write()
     steps = {s.group_id: s.step for s in folder.summaries()}
