@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import groups_within_bytes, read_model_size, repack_limits
+from laminar.config.sizes import groups_within_bytes, plays_greedy, read_model_size, repack_limits
 from laminar.errors import ConfigError
 from laminar.plugins import resolve
 from laminar.policies.samplers import SAMPLERS
@@ -64,6 +64,12 @@ def setting_of(config: LaminarConfig) -> Setting:
     Raises:
         ConfigError: naming what cannot be simulated.
     """
+    if 0 < config.rollout.engine.num_gpus < 1 or 0 < config.trainer.num_gpus_per_rank < 1:
+        raise ConfigError(
+            f"`rollout.engine.num_gpus` = {config.rollout.engine.num_gpus:g} and `trainer.num_gpus_per_rank` = "
+            f"{config.trainer.num_gpus_per_rank:g}: roles that share a GPU slow each other down, which is not simulated; "
+            "set both to whole numbers to see what they do on GPUs of their own"
+        )
     is_emulated = config.rollout.engine.kind == "emulated"
     pace = _emulated_pace(config) if is_emulated else _Pace()
     workload = _workload(config, pace)
@@ -112,6 +118,7 @@ def _workload(config: LaminarConfig, pace: _Pace) -> Workload:
         prompt_tokens=prompt,
         max_new_tokens=config.rollout.max_new_tokens,
         group_size=config.rollout.group_size,
+        num_greedy=int(plays_greedy(config)),
         prompts_per_step=config.trainer.prompts_per_step,
         num_turns=chosen.num_turns,
         turn_seconds=turn_seconds,
@@ -165,7 +172,9 @@ def _system(config: LaminarConfig) -> System:
         repack=repack,
         max_staleness=staleness.bound,
         policy=staleness.policy,
+        over_provision=rollout.over_provision,
         max_wait_seconds=staleness.max_wait_seconds,
+        no_progress_seconds=config.run.no_progress_seconds,
         max_hold_seconds=rollout.max_hold_seconds,
         max_in_flight_groups=rollout.max_in_flight_groups,
         adapt_in_flight=rollout.adapt_in_flight,
