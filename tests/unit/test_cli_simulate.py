@@ -107,6 +107,13 @@ STANDSTILL = ["staleness.max_staleness=0", "run.no_progress_seconds=20"]
         (["simulate.speed=3"], "unknown key"),
         (["--sweep", "staleness.max_wait_seconds=0.1", *STANDSTILL], "=0.1: simulated, no step ends"),
         (["rollout.engine.num_gpus=0.4"], "not simulated"),
+        (['simulate.decode_milliseconds={"1"=9.0, "01"=9.0}'], 'has the key "01"'),
+        (['simulate.decode_milliseconds={"1"=9.0, "0"=9.0}'], 'has the key "0"'),
+        (['simulate.decode_milliseconds={"1"=9.0, "-5"=9.0}'], 'has the key "-5"'),
+        (['simulate.turn_seconds_quantiles={"pnan"=9.0}'], 'has the key "pnan"'),
+        (['simulate.turn_seconds_quantiles={"p101"=9.0}'], 'has the key "p101"'),
+        (['simulate.turn_seconds_quantiles={"p50"=9.0, "p50.0"=9.0}'], "a quantile twice (p50, p50.0)"),
+        (['simulate.turn_seconds_quantiles={"p50"=9.0, "p90"=8.0}'], "higher quantiles are larger"),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_a_sentence(file, arguments, text):
