@@ -20,7 +20,7 @@ from laminar.simulate.report import advice_lines, as_json, html, text_table, wri
 from laminar.simulate.sweep import advise, overrides_of, simulate_rows
 
 MAX_GPUS = 16_384
-"""Advice for 4,096 takes two minutes; the time grows with their number."""
+"""Advice for 512 takes a minute or two; the time grows with their number."""
 
 
 def simulate(
