@@ -152,7 +152,7 @@ def _reason(
     others = ", ".join(f"{entry.split.num_replicas}: {entry.tokens_per_second:,.0f}" for entry in near)
     best = max(throughput.values())
     tried = sorted(throughput, key=lambda k: math.inf if k is None else k)
-    bounds = ", ".join(f"{_named(k)}: {100 * throughput[k] / best:.1f} %" for k in tried)
+    bounds = ", ".join(f"{_named(k)}: {percent(throughput[k] / best)}" for k in tried)
     texts = [
         f"by itself, a step takes {split.train_seconds:.0f} s to train and, without tails, {split.generate_seconds:.0f} s "
         f"to generate; played together it takes {outcome.seconds / outcome.num_steps:.0f} s, of which the trainer waits "
@@ -165,6 +165,11 @@ def _reason(
     if bound is not None and bound == tried[-1]:
         texts.append("no larger one was tried: answers older than that are seldom worth training on")
     return "; ".join(texts) + "."
+
+
+def percent(share: float) -> str:
+    """Rounded down, so that no share looks like one that it falls short of."""
+    return f"{math.floor(1000 * share) / 10:.1f} %"
 
 
 def _named(bound: int | None) -> str:

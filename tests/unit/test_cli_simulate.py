@@ -18,7 +18,7 @@ from laminar.simulate.calibrate import MAX_RECORDS, Observed, adapted, calibrate
 from laminar.simulate.from_config import setting_of
 from laminar.simulate.mapping import FEW, Estimates, Played, Split, all_splits, best_bound, best_split, play, search
 from laminar.simulate.simulation import simulate
-from laminar.simulate.sweep import advise
+from laminar.simulate.sweep import advise, percent
 
 SETTINGS = {
     "model": {"path": "m"},
@@ -198,6 +198,10 @@ def test_bounds_that_check_refuses_or_that_stand_still_are_not_recommended(confi
     assert advice.bound in (2, 4, 8)
 
 
+def test_a_share_is_not_shown_as_one_that_it_falls_short_of():
+    assert [percent(share) for share in (0.9699, 0.97, 1.0, 0.0)] == ["96.9 %", "97.0 %", "100.0 %", "0.0 %"]
+
+
 def test_the_reason_tells_what_was_played(config):
     """A trainer a hundred times too fast waits nearly always: generating sets the pace, whatever the estimates say."""
     fast = with_settings(config, simulate={"train_flops": 12e14, "mini_batch_seconds": 0.0})
@@ -266,6 +270,16 @@ def test_a_runs_paces_are_those_of_its_own_config_whatever_else_is_simulated(con
     larger = adapted(own.with_split(4, 2), found).cluster.trainer
     assert (other.cluster.trainer.seconds(tokens, 0), larger.seconds(tokens, 0)) == pytest.approx((4.0, 2.0))
     assert other.cluster.trainer.seconds(3 * tokens, 0) == pytest.approx(12.0)
+
+
+def test_assumed_times_that_are_far_too_slow_are_calibrated_too(config):
+    """As played, answers would take 2 s and more, be given up after 0.1 s, and the run stop; recorded, they take 50 ms."""
+    own = setting_of(
+        with_settings(config, staleness={"max_staleness": 0, "max_wait_seconds": 0.1}, run={"no_progress_seconds": 2.0})
+    )
+    found = calibrate(own, Observed((100.0,) * 50, 10.0, 0.0, 1, (), 0.0005, (1.0,)))
+    outcome = play(adapted(own, found))
+    assert outcome.latency_mean_seconds == pytest.approx(0.05, rel=0.05)
 
 
 def test_of_many_records_the_newest_are_read(tmp_path):
