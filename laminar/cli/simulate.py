@@ -14,13 +14,13 @@ from laminar.config.load import load_config
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
 from laminar.run_folder import RunFolder
-from laminar.simulate.calibrate import calibrated, observe
+from laminar.simulate.calibrate import adapted, calibrate, observe
 from laminar.simulate.from_config import Setting, setting_of
 from laminar.simulate.report import advice_lines, as_json, html, text_table, write_png
 from laminar.simulate.sweep import advise, overrides_of, simulate_rows
 
 MAX_GPUS = 16_384
-"""Advice for 4,096 takes two minutes; the time grows with their number."""
+"""Advice for 512 takes a minute or two; the time grows with their number."""
 
 
 def simulate(
@@ -79,7 +79,8 @@ def _adaptation(run: Path | None) -> Callable[[Setting], Setting]:
         return lambda setting: setting
     folder = RunFolder.open(run)
     observed = observe(folder.trajectories, folder.metrics)
-    return lambda setting: calibrated(setting, observed)
+    found = calibrate(setting_of(load_config(folder.config)), observed)
+    return lambda setting: adapted(setting, found)
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:

@@ -23,7 +23,7 @@ def next_limit(limit: int, *, ceiling: int, in_flight: int, kv_share: float, num
         At least 1, at most `ceiling`. Under pressure it falls below what is in flight, so that nothing new is claimed.
     """
     if num_retracted or (num_waiting and kv_share > PRESSURE_KV_SHARE):
-        return max(1, int(min(limit, in_flight) * DECREASE))
+        return max(1, int(min(limit, ceiling, in_flight) * DECREASE))
     if in_flight >= limit and not num_waiting:
         return min(ceiling, limit + 1)
     return min(ceiling, limit)

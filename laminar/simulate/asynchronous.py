@@ -25,6 +25,7 @@ class AsynchronousTrainer:
         self._masks = self._system.policy == "mask" and self._system.kind == "laminar"
         self._news: Event | None = None
         self._due: dict[str, float] = {}
+        self._may_matter = False
 
     def run(self, num_steps: int) -> Generator[Event, None, None]:
         """Train so many steps.
@@ -43,18 +44,15 @@ class AsynchronousTrainer:
                 self._buffer.publish(batch)
                 self._fleet.announce(step + 1)
             bound = self._system.max_staleness if self._masks else None
-            requests = [member for group in batch for member in group.members]
+            requests = [member for group in batch for member in group.trained]
             self._recorder.train(requests, step, oldest_trained_number(step, bound))
             self._recorder.end_step(step)
             self._fleet.claim_all()
 
     def note(self, group: Group) -> None:
-        """A group became ready; wake up if that may matter."""
-        if (
-            self._news is not None
-            and self._buffer.num_ready >= self._size
-            and (not self._due or group.group_id in self._due)
-        ):
+        """A group became ready; wake up if that may matter: with a batch's worth, once one that was due is among them."""
+        self._may_matter |= not self._due or group.group_id in self._due
+        if self._news is not None and self._may_matter and self._buffer.num_ready >= self._size:
             self._wake()
 
     def _wake(self) -> None:
@@ -76,23 +74,25 @@ class AsynchronousTrainer:
     def _next_batch(self, step: int) -> Generator[Event, None, list[Group]]:
         self._due = {}
         while True:
+            if self._masks and self._evict_fully_masked(step):
+                continue
             plan = self._buffer.plan(step)
             if plan.over_age:
                 self._evict(plan.over_age)
                 continue
             if plan.chosen:
-                return self._buffer.take(plan.chosen)
+                batch = self._buffer.take(plan.chosen)
+                self._evict(self._buffer.tail_of_batch(plan.chosen))
+                return batch
             self._due = {header.group_id: self._due.get(header.group_id, self._env.now) for header in plan.due}
             if self._system.policy == "drop" and plan.is_held_by_bound:
                 self._evict(self._buffer.fewest_evictions(step))
-                continue
-            if self._masks and self._evict_fully_masked(step):
                 continue
             wait = min(self._due.values(), default=self._env.now) + self._system.max_wait_seconds - self._env.now
             if self._due and wait <= 0:
                 self._evict(self._buffer.fewest_evictions(step))
                 continue
-            self._news = self._env.event()
+            self._news, self._may_matter = self._env.event(), not self._due
             if self._due:
                 yield self._news | self._env.timeout(wait)
                 self._news = None

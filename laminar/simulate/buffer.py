@@ -6,6 +6,7 @@ All decisions are those of `laminar.policies.staleness`. It knows neither engine
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from laminar.policies.over_provision import tail_of_batch
 from laminar.policies.staleness import BatchPlan, fewest_evictions, free_slots, may_readmit, plan_batch
 from laminar.simulate.requests import Group, Request
 from laminar.simulate.system import System
@@ -102,6 +103,17 @@ class SimulatedBuffer:
             prompts_per_step=self._workload.prompts_per_step,
         )
 
+    def tail_of_batch(self, chosen: tuple[str, ...]) -> tuple[str, ...]:
+        """With over-provisioning: groups in flight that a batch has overtaken."""
+        if self._system.over_provision <= 1 or self._system.max_staleness == 0:
+            return ()
+        return tail_of_batch(
+            [group.header() for group in self.groups.values()],
+            chosen,
+            ratio=self._system.over_provision,
+            prompts_per_step=self._workload.prompts_per_step,
+        )
+
     def take(self, group_ids: tuple[str, ...]) -> list[Group]:
         """Groups of a batch, in its order; they keep their slots."""
         taken = [self.groups[group_id] for group_id in group_ids]
@@ -131,19 +143,20 @@ class SimulatedBuffer:
         bound = self._system.max_staleness if has_deadline else None
         group = Group(self._next_admission, engine_version, bound)
         self._next_admission += 1
-        for member in range(self._workload.group_size):
-            group.members.append(self._new_request(group, now, is_first=member == 0))
+        for member in range(self._workload.members_per_group):
+            group.members.append(self._new_request(group, now, member))
         group.num_open = len(group.members)
         self.groups[group.group_id] = group
         self.tally.admitted += len(group.members)
         return group
 
-    def _new_request(self, group: Group, now: float, *, is_first: bool) -> Request:
+    def _new_request(self, group: Group, now: float, member: int) -> Request:
         """Siblings find their prompt in the engine's prefix cache: only the first pays for it."""
         length, turns = self._draws.length(), self._workload.num_turns
         ends = (length,) if turns == 1 else split_turns(length, turns)
         prompt = float(self._workload.prompt_tokens)
-        return Request(group, length, ends, prompt, prompt if is_first else 0.0, started_at=now)
+        is_trained = member < self._workload.group_size
+        return Request(group, length, ends, prompt, prompt if member == 0 else 0.0, is_trained, started_at=now)
 
 
 def split_turns(length: float, num_turns: int) -> tuple[float, ...]:

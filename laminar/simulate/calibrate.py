@@ -1,11 +1,14 @@
-"""What a real run says of lengths, environment and pace: makes a setting that is simulated like that run (`--from RUN`).
+"""What a real run says of lengths, environment and pace: settings that are simulated on machines like its (`--from RUN`).
 
-Lengths, turns and environment times are those of its `trajectories/` records; the trainer's steps those of `metrics.jsonl`;
-the engine's decode times are scaled until simulated trajectories take as long a token as the recorded ones did.
+Lengths, turns and environment times are those of its `trajectories/` records; the trainer's steps those of `metrics.jsonl`.
+Its own config is played to learn what a trainer GPU does in a second, and by what factor real engines are slower than ours:
+until simulated trajectories take as long a token as the recorded ones did. Both then hold for any setting.
 """
 
+import json
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +16,15 @@ from typing import Any
 from laminar.errors import ConfigError
 from laminar.json_lines import iterate_lines
 from laminar.simulate.from_config import Setting
-from laminar.simulate.simulation import simulate
-from laminar.simulate.timings import StepTimes
-from laminar.simulate.workload import observed_lengths, observed_quantiles
-from laminar.trajectories import TrajectoryFolder
+from laminar.simulate.mapping import play
+from laminar.simulate.timings import Lengths, StepTimes
+from laminar.simulate.workload import Quantiles, observed_lengths, observed_quantiles
+from laminar.trajectories import read_members
 
 ROUNDS = 3
 """Simulations that scale the decode times; each starts from the last one's ratio."""
-MIN_RECORDS = 8
+MIN_RECORDS, MAX_RECORDS = 8, 4096
+"""Records that are needed, and that are enough: the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,67 +50,135 @@ class Observed:
     step_seconds: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What holds on a run's machines and for its task, whatever else is set.
+
+    Attributes:
+        lengths, prompt_tokens, observation_tokens, num_turns, turn_seconds: as `Workload`.
+        train_tokens_per_second: of one trainer GPU; None: no step was recorded.
+        decode_factor: of real decode times over the assumed ones.
+    """
+
+    lengths: Lengths
+    prompt_tokens: int
+    observation_tokens: int
+    num_turns: int
+    turn_seconds: Quantiles | None
+    train_tokens_per_second: float | None
+    decode_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What is kept of one record."""
+
+    time: float
+    sampled: float
+    prompt: int
+    observations: int
+    gaps: int
+    generating: float
+    environment: float
+
+
 def observe(trajectories: Path, metrics: Path) -> Observed:
-    """Read a run's records.
+    """Read a run's newest records.
 
     Raises:
         ConfigError: if there are too few.
     """
-    folder = TrajectoryFolder(trajectories)
-    found = [folder.read(summary) for summary in folder.summaries() if not summary.failure]
-    records = [record for record in found if record is not None and record["purpose"] == "train"]
+    records = _newest(trajectories)
     if len(records) < MIN_RECORDS:
         raise ConfigError(
             f"{trajectories} holds {len(records)} records of trained trajectories, fewer than {MIN_RECORDS}; "
             "run longer, or raise metrics.trajectory_rate"
         )
-    given = [_given_tokens(record) for record in records]
-    gaps = [max(0, len(record["turns"]) - 1) for record in records]
-    sampled = [float(record["num_sampled_tokens"]) for record in records]
-    generating = [record["timings"]["generate"] for record in records]
-    seconds = [r["timings"]["environment"] / gap for r, gap in zip(records, gaps, strict=True) if gap]
+    num_gaps = sum(record.gaps for record in records)
     lines = [line for line in iterate_lines(metrics) if line["kind"] == "step"]
     return Observed(
-        sampled_tokens=tuple(sampled),
-        prompt_tokens=statistics.fmean(prompt for prompt, _ in given),
-        observation_tokens=sum(rest for _, rest in given) / max(1, sum(gaps)),
-        num_turns=1 + round(statistics.fmean(gaps)),
-        turn_seconds=tuple(seconds),
-        seconds_per_token=sum(generating) / max(1.0, sum(sampled)),
+        sampled_tokens=tuple(record.sampled for record in records),
+        prompt_tokens=statistics.fmean(record.prompt for record in records),
+        observation_tokens=sum(record.observations for record in records) / max(1, num_gaps),
+        num_turns=1 + round(num_gaps / len(records)),
+        turn_seconds=tuple(record.environment / record.gaps for record in records if record.gaps),
+        seconds_per_token=sum(r.generating for r in records) / max(1.0, sum(r.sampled for r in records)),
         step_seconds=tuple(_busy_seconds(line) for line in lines),
     )
 
 
-def calibrated(setting: Setting, observed: Observed) -> Setting:
-    """The setting with what was observed in place of what was assumed."""
-    workload = replace(
-        setting.workload,
+def _newest(folder: Path) -> list[_Numbers]:
+    """The newest records, newest file first, each file read once and as many as are enough."""
+    found: list[_Numbers] = []
+    for path in sorted(folder.glob("*.jsonl.gz"), key=lambda path: path.stat().st_mtime, reverse=True):
+        found += _numbers_of(path)
+        if len(found) >= MAX_RECORDS:
+            break
+    return sorted(found, key=lambda numbers: numbers.time, reverse=True)[:MAX_RECORDS]
+
+
+def _numbers_of(path: Path) -> Iterator[_Numbers]:
+    for _, _, lines in read_members(path):
+        for record in map(json.loads, lines):
+            if record["failure"] or record["purpose"] != "train":
+                continue
+            prompt, observations = _given_tokens(record)
+            yield _Numbers(
+                time=record["time"],
+                sampled=float(record["num_sampled_tokens"]),
+                prompt=prompt,
+                observations=observations,
+                gaps=max(0, len(record["turns"]) - 1),
+                generating=record["timings"]["generate"],
+                environment=record["timings"]["environment"],
+            )
+
+
+def calibrate(own: Setting, observed: Observed) -> Calibration:
+    """What the run says, given the setting of its own config."""
+    found = Calibration(
         lengths=observed_lengths(observed.sampled_tokens),
         prompt_tokens=round(observed.prompt_tokens),
         observation_tokens=round(observed.observation_tokens),
         num_turns=observed.num_turns,
         turn_seconds=observed_quantiles(observed.turn_seconds) if observed.turn_seconds else None,
+        train_tokens_per_second=None,
+    )
+    if observed.step_seconds:
+        workload = adapted(own, found).workload
+        tokens = workload.prompts_per_step * workload.group_size * (workload.mean_sampled_tokens + workload.given_tokens)
+        gpu_seconds = statistics.fmean(observed.step_seconds) * own.cluster.trainer.num_gpus
+        found = replace(found, train_tokens_per_second=tokens / gpu_seconds)
+    if observed.seconds_per_token <= 0:
+        return found
+    for _ in range(ROUNDS):
+        ratio = observed.seconds_per_token / _simulated_seconds_per_token(adapted(own, found))
+        found = replace(found, decode_factor=found.decode_factor * ratio)
+    return found
+
+
+def adapted(setting: Setting, found: Calibration) -> Setting:
+    """Any setting with what was observed in place of what was assumed."""
+    workload = replace(
+        setting.workload,
+        lengths=found.lengths,
+        prompt_tokens=found.prompt_tokens,
+        observation_tokens=found.observation_tokens,
+        num_turns=found.num_turns,
+        turn_seconds=found.turn_seconds,
     )
     trainer = setting.cluster.trainer
-    if observed.step_seconds:
-        answers = workload.prompts_per_step * workload.group_size
-        tokens = answers * (workload.mean_sampled_tokens + workload.given_tokens)
-        tokens_per_second = tokens / statistics.fmean(observed.step_seconds) / trainer.num_gpus
-        trainer = replace(trainer, tokens_per_second=tokens_per_second, mini_batch_seconds=0.0, step_seconds=())
+    if found.train_tokens_per_second is not None:
+        trainer = replace(trainer, tokens_per_second=found.train_tokens_per_second, mini_batch_seconds=0.0, step_seconds=())
     setting = replace(setting, workload=workload, cluster=replace(setting.cluster, trainer=trainer))
-    if observed.seconds_per_token <= 0:
-        return setting
-    for _ in range(ROUNDS):
-        setting = _scaled(setting, observed.seconds_per_token / _simulated_seconds_per_token(setting))
-    return setting
+    return _scaled(setting, found.decode_factor)
 
 
 def _simulated_seconds_per_token(setting: Setting) -> float:
-    outcome = simulate(setting.workload, setting.cluster, setting.system, seed=setting.seed, num_steps=4, warm_steps=1)
-    workload = setting.workload
-    mean_turn = float(workload.turn_seconds.values.mean()) if workload.turn_seconds else 0.0
-    generating = outcome.latency_mean_seconds - (workload.num_turns - 1) * mean_turn
-    return max(generating, 1e-9) / workload.mean_sampled_tokens
+    """Whatever it takes: assumed times may be so slow that the run would give answers up, or stop."""
+    setting = replace(setting, system=replace(setting.system, max_wait_seconds=math.inf, no_progress_seconds=math.inf))
+    generating = play(setting).latency_mean_seconds - setting.workload.mean_away_seconds
+    return max(generating, 1e-9) / setting.workload.mean_sampled_tokens
 
 
 def _scaled(setting: Setting, factor: float) -> Setting:

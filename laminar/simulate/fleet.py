@@ -146,7 +146,7 @@ class Fleet:
             worker.is_alive = worker.is_draining = worker.is_swapping = False
             requests = [*worker.engine.requests, *worker.away, *worker.held]
             worker.engine.take_out(worker.engine.requests)
-            worker.away, worker.held, worker.groups = set(), [], set()
+            worker.away, worker.held, worker.groups = {}, [], set()
             lost += requests
         self.orphans += lost
         self._place(self.orphans)

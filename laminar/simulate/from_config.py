@@ -1,6 +1,7 @@
 """A run's settings as a simulation: the run says what is played and by which rules, `[simulate]` how fast everything is."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import groups_within_bytes, read_model_size, repack_limits
+from laminar.config.sizes import groups_within_bytes, plays_greedy, read_model_size, repack_limits
 from laminar.errors import ConfigError
 from laminar.plugins import resolve
 from laminar.policies.samplers import SAMPLERS
@@ -18,6 +19,7 @@ from laminar.simulate.system import Repack, System
 from laminar.simulate.timings import FloatArray, Lengths, StepTimes, load_lengths, load_step_times
 from laminar.simulate.workload import Quantiles, Workload
 
+QUANTILE = re.compile(r"p\d+(\.\d+)?", re.ASCII)
 DEFAULT_PARAMETERS = 32.8e9
 
 
@@ -64,6 +66,12 @@ def setting_of(config: LaminarConfig) -> Setting:
     Raises:
         ConfigError: naming what cannot be simulated.
     """
+    if 0 < config.rollout.engine.num_gpus < 1 or 0 < config.trainer.num_gpus_per_rank < 1:
+        raise ConfigError(
+            f"`rollout.engine.num_gpus` = {config.rollout.engine.num_gpus:g} and `trainer.num_gpus_per_rank` = "
+            f"{config.trainer.num_gpus_per_rank:g}: roles that share a GPU slow each other down, which is not simulated; "
+            "set both to whole numbers to see what they do on GPUs of their own"
+        )
     is_emulated = config.rollout.engine.kind == "emulated"
     pace = _emulated_pace(config) if is_emulated else _Pace()
     workload = _workload(config, pace)
@@ -112,6 +120,7 @@ def _workload(config: LaminarConfig, pace: _Pace) -> Workload:
         prompt_tokens=prompt,
         max_new_tokens=config.rollout.max_new_tokens,
         group_size=config.rollout.group_size,
+        num_greedy=int(plays_greedy(config)),
         prompts_per_step=config.trainer.prompts_per_step,
         num_turns=chosen.num_turns,
         turn_seconds=turn_seconds,
@@ -165,7 +174,9 @@ def _system(config: LaminarConfig) -> System:
         repack=repack,
         max_staleness=staleness.bound,
         policy=staleness.policy,
+        over_provision=rollout.over_provision,
         max_wait_seconds=staleness.max_wait_seconds,
+        no_progress_seconds=config.run.no_progress_seconds,
         max_hold_seconds=rollout.max_hold_seconds,
         max_in_flight_groups=rollout.max_in_flight_groups,
         adapt_in_flight=rollout.adapt_in_flight,
@@ -179,12 +190,12 @@ def _step_times(config: LaminarConfig) -> StepTimes:
     chosen = config.simulate
     if not chosen.decode_milliseconds:
         return load_step_times(chosen.latency)
+    for name in chosen.decode_milliseconds:
+        if not (name.isdecimal() and name.isascii()) or name.startswith("0"):
+            raise ConfigError(f'`simulate.decode_milliseconds` has the key "{name}"; write batch sizes such as "1" and "64"')
     if "1" not in chosen.decode_milliseconds or len(chosen.decode_milliseconds) < 2:
         raise ConfigError('`simulate.decode_milliseconds` needs the batch "1" and a larger one')
-    try:
-        rows = sorted((int(batch), value / 1000) for batch, value in chosen.decode_milliseconds.items())
-    except ValueError as error:
-        raise ConfigError(f"`simulate.decode_milliseconds` has keys that are no batch sizes ({error})") from error
+    rows = sorted((int(batch), value / 1000) for batch, value in chosen.decode_milliseconds.items())
     batch, seconds = np.array(rows, np.float64).T
     return StepTimes(batch, seconds, float(chosen.decode_context_tokens))
 
@@ -197,13 +208,19 @@ def _scaled(times: StepTimes, pace: _Pace) -> StepTimes:
 
 def _points(quantiles: Mapping[str, float], where: str) -> tuple[FloatArray, FloatArray]:
     """Shares from 0 to 1 and values; the outermost values are taken to the ends."""
-    try:
-        rows = sorted((float(name.removeprefix("p")) / 100, value) for name, value in quantiles.items())
-    except ValueError as error:
-        raise ConfigError(f"`{where}` has keys that are no quantiles such as p50 ({error})") from error
+    for name in quantiles:
+        if not QUANTILE.fullmatch(name) or float(name[1:]) > 100:
+            raise ConfigError(
+                f'`{where}` has the key "{name}"; write quantiles from "p0" to "p100", such as "p50" or "p99.9"'
+            )
+    rows = sorted((float(name[1:]) / 100, value) for name, value in quantiles.items())
     shares, values = (np.array(column, np.float64) for column in zip(*rows, strict=True))
-    if shares[0] < 0 or shares[-1] > 1 or (np.diff(values) < 0).any():
-        raise ConfigError(f"`{where}`: quantiles lie between p0 and p100, and their values ascend")
+    if (np.diff(shares) <= 0).any():
+        raise ConfigError(f"`{where}` gives a quantile twice ({', '.join(quantiles)}); keep one of each")
+    if (np.diff(values) < 0).any():
+        raise ConfigError(
+            f"`{where}` has values that fall ({', '.join(f'{v:g}' for v in values)}); higher quantiles are larger"
+        )
     return np.concatenate([[0.0], shares, [1.0]]), np.concatenate([values[:1], values, values[-1:]])
 
 

@@ -118,7 +118,7 @@ class LockstepRun:
         yield self._env.timeout(sync_seconds)
         self._recorder.wait(sync_seconds)
         self._buffer.publish(batch)
-        self._recorder.train([member for group in batch for member in group.members], step, 0)
+        self._recorder.train([member for group in batch for member in group.trained], step, 0)
         self._recorder.end_step(step)
         published, self._published = self._published, self._env.event()
         published.succeed()

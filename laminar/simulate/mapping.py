@@ -1,9 +1,10 @@
 """Which GPUs train and which generate: HybridFlow's mapping search, with the objective min max(T_train, T_generate).
 
-(HybridFlow, arXiv 2409.19256, section 6.) A split's two times are estimated in closed form; the few best splits are then
-played, and the best of those wins. Pure but for the playing.
+(HybridFlow, arXiv 2409.19256, section 6.) A split's two times are estimated in closed form; the best splits are then played,
+and on while the best of those is the outermost. Pure but for the playing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,11 +12,16 @@ import numpy as np
 from laminar.errors import ConfigError
 from laminar.simulate.from_config import Setting
 from laminar.simulate.recorder import Outcome
-from laminar.simulate.simulation import simulate
+from laminar.simulate.simulation import StandstillError, simulate
 from laminar.simulate.workload import Workload
 
-NUM_PLAYED = 3
-"""Splits that are played."""
+FEW = 16
+"""So many splits are all played."""
+STEP = 0.1
+"""Of more, replicas between two that are played, and how much longer an estimate may be that is as good, as a share."""
+SPREAD = 5
+"""So many of the estimates that are as good as the best are played first."""
+BISECTIONS = 50
 GOOD_ENOUGH = 0.97
 """Share of the best throughput for which the smallest staleness bound is taken."""
 
@@ -65,23 +71,41 @@ class Estimates:
     def generate_seconds(self, num_replicas: int) -> float:
         """Of one step's trajectories on replicas that are never short of work.
 
-        As many requests run as the cache, the engine, the in-flight limit and the staleness bound let; their contexts have
-        the mean over a trajectory's life, in which long ones count for longer: prompt + E[L^2] / 2 E[L].
+        As many requests run as the cache, the engine, the in-flight limit and the staleness bound let, where the last two
+        count those in their environments, too; contexts have the mean over a trajectory's life, in which long ones count for
+        longer: prompt + E[L^2] / 2 E[L].
         """
         setting = self._setting
         workload, engine = setting.workload, setting.cluster.engine
         context = workload.given_tokens + self._running
+        members = workload.members_per_group
+        most_open = members * min(setting.system.max_in_flight_groups, setting.most_outstanding / num_replicas)
         running = min(
-            float(engine.max_running),
-            engine.capacity_tokens / context,
-            float(setting.system.max_in_flight_groups * workload.group_size),
-            setting.most_outstanding * workload.group_size / num_replicas,
+            max(1.0, min(engine.max_running, engine.capacity_tokens / context)),
+            self._running_of(max(1.0, most_open), context),
         )
-        running = max(1.0, running)
         step = engine.step_seconds(running, running * context)
-        prefill = workload.given_tokens / workload.group_size / engine.prefill_tokens_per_second
-        num = workload.prompts_per_step * workload.group_size / num_replicas
+        prefill = workload.given_tokens / members / engine.prefill_tokens_per_second
+        num = workload.prompts_per_step * members / num_replicas
         return num * (self._sampled * step / running + prefill)
+
+    def _running_of(self, most_open: float, context: float) -> float:
+        """How many of so many open trajectories run: the share of their life that they are not in their environments.
+
+        Each runs for sampled tokens x step seconds, and the step grows with those that run, less than in proportion.
+        """
+        away, engine = self._setting.workload.mean_away_seconds, self._setting.cluster.engine
+        if not away:
+            return most_open
+        lowest, highest = 0.0, most_open
+        for _ in range(BISECTIONS):
+            running = (lowest + highest) / 2
+            seconds = self._sampled * engine.step_seconds(running, running * context)
+            if running * (seconds + away) < most_open * seconds:
+                lowest = running
+            else:
+                highest = running
+        return highest
 
 
 def mean_lengths(workload: Workload) -> tuple[float, float]:
@@ -104,27 +128,84 @@ def all_splits(setting: Setting, num_gpus: int) -> list[Split]:
     return sorted(splits, key=lambda split: (split.seconds, split.num_replicas))
 
 
-def best_split(setting: Setting, num_gpus: int) -> tuple[Split, Outcome, list[Split]]:
-    """The split with the highest played throughput among the best estimates, what it came to, and all splits."""
-    splits = all_splits(setting, num_gpus)
-    played = []
-    for split in spread(splits):
-        outcome = play(setting.with_split(split.train_gpus, split.num_replicas).with_even_shares())
-        played.append((outcome.tokens_per_second, split, outcome))
-    _, split, outcome = max(played, key=lambda entry: entry[0])
-    return split, outcome, splits
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A split, and what it came to; None: no step of it ended in time."""
+
+    split: Split
+    outcome: Outcome | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Its throughput."""
+        return self.outcome.tokens_per_second if self.outcome is not None else 0.0
 
 
-def spread(splits: list[Split]) -> list[Split]:
-    """The best estimate, and splits with about a tenth of the replicas more and fewer: estimates know no tails."""
-    best = splits[0]
-    step = max(1, round(best.num_replicas * 0.1))
-    wanted = {best.num_replicas + delta * step for delta in range(-(NUM_PLAYED // 2), NUM_PLAYED // 2 + 1)}
-    return [split for split in splits if split.num_replicas in wanted]
+def best_split(setting: Setting, num_gpus: int) -> tuple[Split, Outcome, list[Played]]:
+    """The split with the highest played throughput, what it came to, and all that were played, by replicas.
+
+    Raises:
+        ConfigError: if there is no split.
+        StandstillError: if under none of them a step ends in time.
+    """
+    splits = {split.num_replicas: split for split in all_splits(setting, num_gpus)}
+    reasons: list[StandstillError] = []
+
+    def play_split(num_replicas: int) -> Played:
+        split = splits[num_replicas]
+        try:
+            return Played(split, play(setting.with_split(split.train_gpus, num_replicas).with_even_shares()))
+        except StandstillError as error:
+            reasons.append(error)
+            return Played(split, None)
+
+    played = search(list(splits), _first_played(list(splits.values())), play_split)
+    best = max(played, key=lambda entry: entry.tokens_per_second)
+    if best.outcome is None:
+        raise reasons[0]
+    return best.split, best.outcome, played
+
+
+def _first_played(splits: list[Split]) -> list[int]:
+    """Replicas of all splits if they are few, else of some whose estimates are about as good as the best."""
+    if len(splits) <= FEW:
+        return [split.num_replicas for split in splits]
+    near = sorted(split.num_replicas for split in splits if split.seconds <= (1 + STEP) * splits[0].seconds)
+    return list(dict.fromkeys(near[round(place * (len(near) - 1) / (SPREAD - 1))] for place in range(SPREAD)))
+
+
+def search(numbers: list[int], first: list[int], play_number: Callable[[int], Played]) -> list[Played]:
+    """Play numbers of replicas until the best lies between two that are worse; estimates know no tails.
+
+    Args:
+        numbers: of replicas that are possible, without gaps.
+        first: those to begin with.
+        play_number: plays one.
+
+    Returns:
+        What was played, by number of replicas.
+    """
+    lowest, highest, wanted = min(numbers), max(numbers), first
+    played: dict[int, Played] = {}
+    while wanted:
+        played |= {number: play_number(number) for number in wanted}
+        best = max(played, key=lambda number: played[number].tokens_per_second)
+        step = max(1, round(best * STEP))
+        below, above = max(lowest, best - step), min(highest, best + step)
+        wanted = []
+        if not any(below <= number < best for number in played) and below < best:
+            wanted.append(below)
+        if not any(best < number <= above for number in played) and above > best:
+            wanted.append(above)
+    return [played[number] for number in sorted(played)]
 
 
 def play(setting: Setting) -> Outcome:
-    """The setting's simulation."""
+    """The setting's simulation.
+
+    Raises:
+        StandstillError: no step ends in time.
+    """
     warm = max(1, setting.num_steps * 3 // 10)
     return simulate(
         setting.workload,

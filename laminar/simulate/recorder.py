@@ -97,6 +97,10 @@ class Recorder:
         engines: all of them.
         warm_steps: steps that are not measured.
         clock: the present, in simulated seconds.
+
+    Attributes:
+        stepped_at: when the last step ended.
+        curve: (seconds, tokens generated since the start).
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], warm_steps: int, clock: Callable[[], float]) -> None:
@@ -107,12 +111,8 @@ class Recorder:
         self._staleness: Counter[int] = Counter()
         self._at_end: Counter[int] = Counter()
         self._latencies: list[float] = []
+        self.stepped_at = 0.0
         self.curve: list[tuple[float, float]] = []
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether the warm-up is over."""
-        return self._begun is not None
 
     def wait(self, seconds: float) -> None:
         """The trainer stood idle."""
@@ -135,6 +135,7 @@ class Recorder:
 
     def end_step(self, step: int) -> None:
         """Step `step`, from 0, is published."""
+        self.stepped_at = self._clock()
         if self._begun is not None:
             self._ends.append(self._clock())
         elif step + 1 >= self._warm_steps:

@@ -15,6 +15,7 @@ class Request:
         turn_ends: sampled tokens at which its turns end, ascending; the last is `length`.
         context: tokens of prompt, answers and observations so far.
         sampled: tokens sampled so far.
+        is_trained: whether its group's batch trains it; if not, others are compared with it.
         uncached: tokens of its context that the next engine has to compute before it decodes.
         spans: (version, sampled tokens before it), of every version that sampled some.
         started_at: when it was begun, in seconds.
@@ -28,6 +29,7 @@ class Request:
     turn_ends: tuple[float, ...]
     context: float
     uncached: float
+    is_trained: bool = True
     sampled: float = 0.0
     turn: int = 0
     spans: list[tuple[int, float]] = field(default_factory=list)
@@ -91,8 +93,13 @@ class Group:
 
     @property
     def tokens(self) -> float:
-        """Tokens of all its members, given ones included."""
-        return sum(member.context for member in self.members)
+        """Tokens of those that are trained, given ones included."""
+        return sum(member.context for member in self.trained)
+
+    @property
+    def trained(self) -> list[Request]:
+        """Its members without those that are only compared with."""
+        return [member for member in self.members if member.is_trained]
 
     def header(self) -> GroupHeader:
         """What policies see."""

@@ -1,5 +1,6 @@
 """Run a simulation: `simulate(workload, cluster, system, seed=0, num_steps=10) -> Outcome`."""
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import replace
 
@@ -41,6 +42,7 @@ def simulate(
 
     Raises:
         ConfigError: if the numbers cannot work.
+        StandstillError: no step ended for `system.no_progress_seconds`.
     """
     if not 0 <= warm_steps < num_steps:
         raise ConfigError(f"warm_steps is {warm_steps}; it must be below num_steps = {num_steps}")
@@ -58,8 +60,25 @@ def simulate(
     notes.append(trainer.note)
     if curve:
         env.process(_draw(env, recorder))
+    if system.no_progress_seconds < math.inf:
+        env.process(_watch(env, recorder, system))
     env.run(until=env.process(trainer.run(num_steps)))
     return _outcome(recorder, buffer, fleet)
+
+
+class StandstillError(ConfigError):
+    """A run with these settings would be stopped, since no step of it ends for too long."""
+
+
+def _watch(env: Environment, recorder: Recorder, system: System) -> Generator[Event, None, None]:
+    while (left := recorder.stepped_at + system.no_progress_seconds - env.now) > 0:
+        yield env.timeout(left)
+    bound = "unbounded" if system.max_staleness is None else system.max_staleness
+    raise StandstillError(
+        f"simulated, no step ends for `run.no_progress_seconds` = {system.no_progress_seconds:g}, so the run would stop: a "
+        f"step takes longer, or answers outlast `staleness.max_wait_seconds` = {system.max_wait_seconds:g} and are evicted "
+        f"over and over; raise these, or `staleness.max_staleness` = {bound}"
+    )
 
 
 def _draw(env: Environment, recorder: Recorder) -> Generator[Event, None, None]:

@@ -1,18 +1,22 @@
 """Simulations of one config under several settings: `staleness.max_staleness=0,1,2,4` and numbers of GPUs."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
 from laminar.simulate.from_config import Setting, setting_of
-from laminar.simulate.mapping import Split, best_bound, best_split, play
+from laminar.simulate.mapping import GOOD_ENOUGH, Played, Split, best_bound, best_split, play
 from laminar.simulate.recorder import Outcome
+from laminar.simulate.simulation import StandstillError
 
 MAX_SETTINGS = 200
-DEFAULT_BOUNDS: tuple[int | None, ...] = (0, 1, 2, 4, 8)
+DEFAULT_BOUNDS = (0, 1, 2, 4, 8)
 BOUND = "staleness.max_staleness"
+KEEPS_UP = 0.2
+"""A trainer that waits for less than this share of the time sets the pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +59,18 @@ def overrides_of(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
     """Every combination of the values of `section.key=a,b,c`, as overrides of a config.
 
     Raises:
-        ConfigError: if a sweep has another form, or there are too many combinations.
+        ConfigError: if a sweep has another form or an earlier one's key, or there are too many combinations.
     """
-    axes = []
+    axes: dict[str, list[str]] = {}
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")
         parts = [value.strip() for value in values.split(",") if value.strip()]
         if not equals or not key.strip() or not parts:
             raise ConfigError(f"--sweep {sweep}: write it as section.key=a,b,c, such as {BOUND}=0,1,2,4")
-        axes.append([f"{key.strip()}={value}" for value in parts])
-    combinations = list(itertools.product(*axes))
+        if key.strip() in axes:
+            raise ConfigError(f"--sweep {sweep}: {key.strip()} is swept already; give all its values in one --sweep")
+        axes[key.strip()] = [f"{key.strip()}={value}" for value in parts]
+    combinations = list(itertools.product(*axes.values()))
     if len(combinations) > MAX_SETTINGS:
         raise ConfigError(f"--sweep asks for {len(combinations)} settings; at most {MAX_SETTINGS} are simulated")
     return combinations
@@ -83,57 +89,92 @@ def simulate_rows(
         combinations: of overrides.
         totals: numbers of GPUs; empty: the config's own split.
         adapt: of a setting, such as to a real run.
+
+    Raises:
+        ConfigError: naming the combination that does not work.
     """
     rows = []
     for overrides in combinations:
         setting = adapt(setting_of(load(overrides)))
         label = " ".join(overrides)
-        if not totals:
-            rows.append(Row(label, setting, play(setting)))
-        for num_gpus in totals:
-            split, outcome, _ = best_split(setting, num_gpus)
-            played = setting.with_split(split.train_gpus, split.num_replicas).with_even_shares()
-            rows.append(Row(label, played, outcome))
+        try:
+            if not totals:
+                rows.append(Row(label, setting, play(setting)))
+            for num_gpus in totals:
+                split, outcome, _ = best_split(setting, num_gpus)
+                played = setting.with_split(split.train_gpus, split.num_replicas).with_even_shares()
+                rows.append(Row(label, played, outcome))
+        except StandstillError as error:
+            raise StandstillError(f"{label}: {error}" if label else str(error)) from error
     return rows
 
 
 def advise(load: Callable[[Sequence[str]], LaminarConfig], num_gpus: int, adapt: Callable[[Setting], Setting]) -> Advice:
-    """The split and the staleness bound for so many GPUs, with the reason."""
-    setting = adapt(setting_of(load(())))
-    split, _, splits = best_split(setting, num_gpus)
-    outcomes: dict[int | None, Outcome] = {}
-    shares: dict[int | None, Setting] = {}
-    for bound in DEFAULT_BOUNDS:
-        bounded = adapt(setting_of(load((f"{BOUND}={bound}",)))).with_split(split.train_gpus, split.num_replicas)
-        shares[bound] = bounded.with_even_shares()
-        outcomes[bound] = play(shares[bound])
-    bound = best_bound({bound: outcome.tokens_per_second for bound, outcome in outcomes.items()})
-    in_flight = shares[bound].system.max_in_flight_groups
-    return Advice(num_gpus, split, bound, in_flight, outcomes[bound], _reason(setting, split, splits, outcomes, bound))
+    """The split and the staleness bound for so many GPUs, with the reason.
+
+    Besides the config's own bound those of `DEFAULT_BOUNDS` are tried that the config allows.
+
+    Raises:
+        ConfigError: if there is no split.
+        StandstillError: if under none a step ends in time.
+    """
+    config = load(())
+    split, outcome, played = best_split(adapt(setting_of(config)), num_gpus)
+    outcomes: dict[int | None, Outcome | None] = {config.staleness.bound: outcome}
+    limits: dict[int | None, int] = {}
+    for bound in dict.fromkeys((config.staleness.bound, *DEFAULT_BOUNDS)):
+        try:
+            bounded = load((f"{BOUND}={bound}",)) if bound not in outcomes else config
+        except ConfigError:
+            continue
+        setting = adapt(setting_of(bounded)).with_split(split.train_gpus, split.num_replicas).with_even_shares()
+        limits[bound] = setting.system.max_in_flight_groups
+        if bound not in outcomes:
+            outcomes[bound] = _play_or_none(setting)
+    throughput = {bound: found.tokens_per_second if found else 0.0 for bound, found in outcomes.items()}
+    bound = best_bound(throughput)
+    chosen = outcomes[bound] or outcome
+    return Advice(num_gpus, split, bound, limits[bound], chosen, _reason(split, played, throughput, bound, chosen))
+
+
+def _play_or_none(setting: Setting) -> Outcome | None:
+    try:
+        return play(setting)
+    except StandstillError:
+        return None
 
 
 def _reason(
-    setting: Setting, split: Split, splits: list[Split], outcomes: dict[int | None, Outcome], bound: int | None
+    split: Split, played: list[Played], throughput: dict[int | None, float], bound: int | None, outcome: Outcome
 ) -> str:
-    each = setting.cluster.engine.num_gpus
-    slower = "training" if split.train_seconds >= split.generate_seconds else "generating"
-    neighbours = [s for s in splits if abs(s.num_replicas - split.num_replicas) == 1]
+    pace = "training" if outcome.trainer_idle_share < KEEPS_UP else "generating"
+    near = sorted(sorted(played, key=lambda entry: abs(entry.split.num_replicas - split.num_replicas))[:5], key=_replicas)
+    others = ", ".join(f"{entry.split.num_replicas}: {entry.tokens_per_second:,.0f}" for entry in near)
+    best = max(throughput.values())
+    tried = sorted(throughput, key=lambda k: math.inf if k is None else k)
+    bounds = ", ".join(f"{_named(k)}: {percent(throughput[k] / best)}" for k in tried)
     texts = [
-        f"{split.train_gpus} GPUs train a step in {split.train_seconds:.0f} s while {split.num_replicas} replicas of {each} "
-        f"generate one in {split.generate_seconds:.0f} s: {slower} sets the pace"
+        f"by itself, a step takes {split.train_seconds:.0f} s to train and, without tails, {split.generate_seconds:.0f} s "
+        f"to generate; played together it takes {outcome.seconds / outcome.num_steps:.0f} s, of which the trainer waits "
+        f"{100 * outcome.trainer_idle_share:.0f} %, while replicas are empty {100 * outcome.rollout_idle_share:.0f} %: "
+        f"{pace} sets the pace",
+        f"tokens/s by number of replicas, under the config's bound: {others}",
+        f"throughput by staleness bound, of the best: {bounds}; {_named(bound)} is the smallest that keeps "
+        f"{100 * GOOD_ENOUGH:.0f} %",
     ]
-    texts += [
-        f"with {s.num_replicas} replicas it would be {s.train_seconds:.0f} s and {s.generate_seconds:.0f} s"
-        for s in sorted(neighbours, key=lambda s: s.num_replicas)
-    ]
-    best = max(outcome.tokens_per_second for outcome in outcomes.values())
-    bounds = ", ".join(f"{k}: {100 * o.tokens_per_second / best:.0f} %" for k, o in outcomes.items())
-    texts.append(f"throughput by staleness bound, of the best: {bounds}; {bound} is the smallest that keeps 97 %")
-    if bound == DEFAULT_BOUNDS[-1]:
+    if bound is not None and bound == tried[-1]:
         texts.append("no larger one was tried: answers older than that are seldom worth training on")
-    played = outcomes[bound]
-    texts.append(
-        f"played with it, the trainer waits {100 * played.trainer_idle_share:.0f} % of the time, and replicas are empty "
-        f"{100 * played.rollout_idle_share:.0f} %"
-    )
     return "; ".join(texts) + "."
+
+
+def percent(share: float) -> str:
+    """Rounded down, so that no share looks like one that it falls short of."""
+    return f"{math.floor(1000 * share) / 10:.1f} %"
+
+
+def _named(bound: int | None) -> str:
+    return "unbounded" if bound is None else str(bound)
+
+
+def _replicas(entry: Played) -> int:
+    return entry.split.num_replicas

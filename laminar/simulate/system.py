@@ -9,6 +9,7 @@
 | `laminar` | asynchronous, each replica by itself | by `weight_update` |
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -42,7 +43,9 @@ class System:
         repack: of `laminar` in mode `trajectory`; None: off.
         max_staleness: K; None: unbounded. Of `laminar`, and of `partial`, where it acts in admission alone: nobody is due.
         policy: what is done about due groups.
+        over_provision: groups begun for a step over those it needs: what a batch has overtaken is let go.
         max_wait_seconds: longest wait for due groups.
+        no_progress_seconds: the run ends, with an error, when no step ends for so long.
         max_hold_seconds: longest time that open trajectories may hold a swap back.
         max_in_flight_groups: of one replica.
         adapt_in_flight: fewer while the cache is under pressure (`laminar.policies.in_flight`).
@@ -58,7 +61,9 @@ class System:
     repack: Repack | None = None
     max_staleness: int | None = 1
     policy: Literal["wait", "drop", "mask"] = "wait"
+    over_provision: float = 1.0
     max_wait_seconds: float = 600.0
+    no_progress_seconds: float = math.inf
     max_hold_seconds: float = 300.0
     max_in_flight_groups: int = 64
     adapt_in_flight: bool = False

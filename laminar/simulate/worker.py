@@ -36,7 +36,7 @@ class SimulatedWorker:
     Attributes:
         version: that its engine holds.
         newest: complete on its machine.
-        away: requests of this engine in their environments.
+        away: requests of this engine in their environments, in the order in which they went.
         is_alive: whether it generates at all.
         swap_seconds: waits for weights, one a swap, from the moment nothing else held it up.
     """
@@ -58,7 +58,7 @@ class SimulatedWorker:
         self.engine = SimulatedEngine(env, cluster.engine, self._end_turn)
         self.version = self.newest = 0
         self.groups: set[Group] = set()
-        self.away: set[Request] = set()
+        self.away: dict[Request, None] = {}
         self.held: list[Request] = []
         self.is_alive, self.is_draining, self.is_swapping = True, False, False
         self.num_admitted = 0
@@ -96,7 +96,7 @@ class SimulatedWorker:
         if request.group.is_gone:
             self._close(request)
         elif request.turn + 1 < len(request.turn_ends):
-            self.away.add(request)
+            self.away[request] = None
             timer = self._env.timeout(self._draws.turn_seconds())
             assert timer.callbacks is not None
             timer.callbacks.append(lambda _: self._come_back(request))
@@ -107,7 +107,7 @@ class SimulatedWorker:
     def _come_back(self, request: Request) -> None:
         if request not in self.away:
             return
-        self.away.discard(request)
+        del self.away[request]
         if request.group.is_gone:
             self._close(request)
             self._look_at_swap()
@@ -131,7 +131,7 @@ class SimulatedWorker:
         here = [member for member in self.engine.requests if member.group is group]
         if here:
             self.engine.take_out(here)
-        self.away -= set(group.members)
+        self.away = {request: None for request in self.away if request.group is not group}
         self.held = [request for request in self.held if request.group is not group]
         self.groups.discard(group)
         self._look_at_swap()
@@ -253,7 +253,7 @@ class SimulatedWorker:
         """
         requests, away, held = self.engine.requests, self.away, self.held
         self.engine.take_out(requests)
-        self.away, self.held = set(), []
+        self.away, self.held = {}, []
         destination.groups |= self.groups
         self.groups = set()
         for request in (*requests, *held):
@@ -267,7 +267,7 @@ class SimulatedWorker:
 
     def adopt_away(self, request: Request, seconds: float) -> None:
         """A trajectory whose environment is busy for so many seconds more will return here."""
-        self.away.add(request)
+        self.away[request] = None
         timer = self._env.timeout(seconds)
         assert timer.callbacks is not None
         timer.callbacks.append(lambda _: self._come_back(request))

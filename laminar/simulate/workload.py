@@ -25,6 +25,11 @@ class Quantiles:
         """(N,) values for (N,) shares."""
         return np.interp(shares, self.shares, self.values)
 
+    @property
+    def mean(self) -> float:
+        """Of all draws."""
+        return float(((self.values[1:] + self.values[:-1]) / 2 * np.diff(self.shares)).sum())
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -35,6 +40,7 @@ class Workload:
         prompt_tokens: of every prompt.
         max_new_tokens: longest answer; drawn lengths are cut here.
         group_size: siblings of one prompt.
+        num_greedy: played with them for their baseline, and not trained.
         prompts_per_step: groups of a batch.
         num_turns: sampled turns of a trajectory, of equal length.
         turn_seconds: what the environment takes between two turns; None: nothing.
@@ -49,6 +55,7 @@ class Workload:
     num_turns: int = 1
     turn_seconds: Quantiles | None = None
     observation_tokens: int = 0
+    num_greedy: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "group_size", "prompts_per_step", "num_turns"):
@@ -59,6 +66,16 @@ class Workload:
     def given_tokens(self) -> int:
         """Prompt and observations of one trajectory."""
         return self.prompt_tokens + (self.num_turns - 1) * self.observation_tokens
+
+    @property
+    def members_per_group(self) -> int:
+        """Trajectories that are played for one prompt."""
+        return self.group_size + self.num_greedy
+
+    @property
+    def mean_away_seconds(self) -> float:
+        """What a trajectory spends in its environment, on average."""
+        return (self.num_turns - 1) * self.turn_seconds.mean if self.turn_seconds else 0.0
 
     @property
     def mean_sampled_tokens(self) -> float:

@@ -148,6 +148,7 @@ class RunView:
             case "waiting":
                 self.trainer_wait = str(event.fields.get("text", ""))
             case "restored":
+                self.step = int(event.fields["step"])
                 if event.fields.get("lineage", 0):
                     self.restores = [*self.restores[-9:], str(event.fields["text"])]
                     self.notices = [*self.notices[-49:], self.restores[-1]]

@@ -96,6 +96,18 @@ async def test_a_lineage_opened_in_the_past_is_not_rewound_to_by_the_next_observ
     assert [line["step"] for line in lines(folder)] == [1, 2]
 
 
+async def test_marks_after_a_restart_in_the_past_stand_at_the_step_that_was_gone_back_to(tmp_path):
+    """Else the next observer, which goes back to that step again, drops them, and they have been told already."""
+    folder, stream = RunFolder.create(tmp_path, "a"), Stream()
+    for step in (1, 2, 3):
+        stream.step(step)
+    stream.add("trainer-0", "restored", step=1, lineage=1, text="")
+    stream.add("trainer-0", "notice", text="rank 1 died")
+    for _ in range(2):
+        await observed(stream, folder)
+        assert [(line["step"], line["text"]) for line in lines(folder, "mark")] == [(1, "trainer-0: rank 1 died")]
+
+
 async def test_spans_are_drawn_once_whoever_reads_them_again(tmp_path):
     folder, stream = RunFolder.create(tmp_path, "a"), Stream()
     stream.worker(0.0)

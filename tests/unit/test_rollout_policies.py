@@ -38,6 +38,12 @@ def test_pressure_lowers_the_limit_below_what_is_in_flight_but_not_below_one(pre
     assert next_limit(1, in_flight=1, **QUIET | pressure) == 1
 
 
+def test_no_limit_is_above_the_ceiling():
+    """Not under pressure either, where 64 groups are still played after the ceiling was lowered to 16."""
+    assert next_limit(64, in_flight=64, **QUIET) == 16
+    assert next_limit(64, in_flight=64, **QUIET | {"num_retracted": 1}) == 12
+
+
 def test_a_queue_alone_is_no_pressure_but_no_reason_to_grow():
     assert next_limit(8, in_flight=8, **QUIET | {"num_waiting": 3}) == 8
 

@@ -7,8 +7,9 @@ import pytest
 
 from laminar.errors import ConfigError
 from laminar.policies.repack import RepackLimits
+from laminar.policies.samplers import freshest_first
 from laminar.simulate.cluster import Cluster, Engine, Failure, Trainer, Transfers
-from laminar.simulate.simulation import simulate
+from laminar.simulate.simulation import StandstillError, simulate
 from laminar.simulate.system import Repack, System
 from laminar.simulate.timings import Lengths, StepTimes
 from laminar.simulate.workload import Quantiles, Workload, observed_lengths
@@ -99,6 +100,45 @@ def test_mask_trains_mixed_answers_without_their_old_tokens():
     assert outcome.max_staleness <= 1
 
 
+def test_mask_lets_groups_go_that_have_no_token_young_enough_before_it_takes_a_batch():
+    """In mode `trajectory` one version samples all of a group: either all its tokens count, or it is not trained."""
+    outcome = simulate(workload(), cluster(step=0.1), system(policy="mask", sampler=freshest_first), num_steps=15)
+    assert outcome.masked_share == 0.0
+    assert outcome.evicted > 0
+
+
+def test_answers_that_outlast_the_wait_over_and_over_end_the_simulation_with_the_remedy():
+    """Every answer takes 1 s, and is let go after half of it."""
+    rules = system(max_staleness=0, max_wait_seconds=0.5, no_progress_seconds=100.0)
+    with pytest.raises(StandstillError, match=r"`run.no_progress_seconds` = 100.*max_wait_seconds` = 0.5.*raise these"):
+        simulate(workload(CONSTANT), cluster(), rules, num_steps=5)
+
+
+def test_a_run_whose_steps_end_in_time_is_played_as_without_the_limit():
+    limited = simulate(workload(), cluster(step=2.0), system(no_progress_seconds=30.0), num_steps=8)
+    assert limited == simulate(workload(), cluster(step=2.0), system(), num_steps=8)
+    with pytest.raises(StandstillError):
+        simulate(workload(), cluster(step=31.0), system(no_progress_seconds=30.0), num_steps=8)
+
+
+def test_over_provisioning_lets_go_of_what_a_batch_has_overtaken():
+    waited = simulate(workload(), cluster(step=0.1), system(max_staleness=4), num_steps=10)
+    recycled = simulate(workload(), cluster(step=0.1), system(max_staleness=4, over_provision=1.5), num_steps=10)
+    assert waited.evicted == 0
+    assert 0 < recycled.evicted <= 10 * 4 * 4
+    assert recycled.admitted == recycled.trained + recycled.evicted + recycled.open
+    exact = simulate(workload(), cluster(step=0.1), system(max_staleness=0, over_provision=1.5), num_steps=10)
+    assert exact.evicted == 0
+
+
+def test_a_greedy_answer_is_generated_and_not_trained():
+    """Two replicas with 4 groups of 4 + 1 answers each: the trainer gets 4 of 5, at 110 tokens each."""
+    rules = system(weight_update="in_flight", max_staleness=4)
+    outcome = simulate(workload(CONSTANT, num_greedy=1), cluster(2, step=0.01), rules, num_steps=12)
+    assert outcome.tokens_per_second == pytest.approx(32 * 110, rel=1e-3)
+    assert outcome.generated_tokens_per_second == pytest.approx(40 * 100, rel=0.05)
+
+
 def test_repack_releases_replicas_and_generates_more():
     many = cluster(8, step=1.0)
     with_repack = simulate(workload(), many, system(max_staleness=None, repack=REPACK), num_steps=8)
@@ -165,6 +205,27 @@ def test_a_dead_machine_loses_no_trajectory_and_costs_its_share_until_it_is_back
     assert outcome.admitted == outcome.trained + outcome.evicted + outcome.open
     assert outcome.evicted == 0
     assert outcome.max_staleness <= 1
+
+
+def test_the_trainer_wakes_when_a_batch_is_legal_though_what_was_due_came_before_it_was_full():
+    """Answers in 4 turns of seconds each, bound 4: nobody ever waits for the 600 s after which due groups are given up."""
+    turns = Quantiles(np.array([0.0, 0.5, 1.0]), np.array([2.0, 5.0, 9.0]))
+    lengths = Lengths(np.array([0.0, 0.5, 1.0]), np.array([20.0, 50.0, 400.0]))
+    agentic = workload(lengths, group_size=2, prompts_per_step=32, num_turns=4, turn_seconds=turns, max_new_tokens=400)
+    rules = system(max_staleness=4, max_in_flight_groups=16)
+    outcome = simulate(agentic, cluster(6, step=0.1), rules, num_steps=10, warm_steps=0)
+    assert max(outcome.step_seconds) < 100
+
+
+def test_environments_leave_the_outcome_to_the_seed():
+    """Trajectories in their environments are moved by repack in an order that is the same every time."""
+    turns = Quantiles(np.array([0.0, 1.0]), np.array([0.5, 3.0]))
+    agentic = workload(num_turns=3, turn_seconds=turns)
+    first, again = (
+        simulate(agentic, cluster(8, step=0.5), system(max_staleness=None, repack=REPACK), num_steps=8) for _ in range(2)
+    )
+    assert first.moved_trajectories > 0
+    assert first == again
 
 
 @pytest.mark.slow

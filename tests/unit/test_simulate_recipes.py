@@ -1,4 +1,4 @@
-"""The recipes for 8, 64 and 512 GPUs: `check` accepts them, and their split comes from the simulator."""
+"""The recipes for 8, 64 and 512 GPUs: `check` accepts them, and their split and bound come from the simulator."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import laminar
 from laminar.config.check import check_config
 from laminar.config.load import load_config
 from laminar.simulate.from_config import setting_of
-from laminar.simulate.mapping import all_splits, best_split, spread
+from laminar.simulate.sweep import advise
 
 RECIPES = Path(laminar.__file__).parents[1] / "deploy" / "recipes"
 TOTALS = (8, 64, 512)
@@ -27,15 +27,9 @@ def test_a_recipe_is_accepted_and_uses_all_its_gpus(total):
     assert setting_of(config).num_gpus == total
 
 
-@pytest.mark.parametrize("total", TOTALS)
-def test_a_recipes_split_is_among_those_that_the_search_plays(total):
+@pytest.mark.parametrize("total", [8, *(pytest.param(total, marks=pytest.mark.slow) for total in TOTALS[1:])])
+def test_a_recipe_has_the_split_and_the_bound_that_the_simulator_recommends(total):
     config = recipe(total)
-    played = spread(all_splits(setting_of(config), total))
-    assert (config.trainer.num_ranks, config.rollout.num_workers) in [(s.train_gpus, s.num_replicas) for s in played]
-
-
-@pytest.mark.slow
-def test_the_smallest_recipes_split_is_the_best_of_those_played():
-    config = recipe(8)
-    split, _, _ = best_split(setting_of(config), 8)
-    assert (split.train_gpus, split.num_replicas) == (config.trainer.num_ranks, config.rollout.num_workers)
+    advice = advise(lambda overrides: recipe(total, overrides), total, lambda setting: setting)
+    assert (advice.split.train_gpus, advice.split.num_replicas) == (config.trainer.num_ranks, config.rollout.num_workers)
+    assert (advice.bound, advice.max_in_flight_groups) == (config.staleness.bound, config.rollout.max_in_flight_groups)

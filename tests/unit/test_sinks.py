@@ -100,6 +100,16 @@ def test_a_sink_that_fails_is_given_up_with_a_warning(files, caplog):
     assert "no room" in caplog.text
 
 
+def test_a_sink_that_cannot_be_opened_is_given_up_with_a_warning(files, caplog):
+    def open_writer():
+        raise OSError("No space left on device")
+
+    sink = ThreadedSink("broken", open_writer, *files)
+    sink.add_line(step_line(1))
+    sink.close()
+    assert "sink broken failed and is off for the rest of this life: No space left on device" in caplog.text
+
+
 @pytest.mark.slow
 def test_tensorboard_reads_back_what_was_written_also_after_a_resume_below_the_last_step(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -26,6 +26,8 @@ Line = Mapping[str, Any]
 MAX_WAITING = 10_000
 PLAIN = ("step", "format_version", "time")
 """Numbers of a line that are no metrics."""
+OPENING_FAILURES = (ImportError, OSError, ValueError, RuntimeError)
+"""Errors with which a writer cannot be made; others are bugs."""
 FLUSH_SECONDS = 2.0
 CLOSE_SECONDS = 10.0
 
@@ -81,7 +83,7 @@ class ThreadedSink:
 
     Args:
         name: for the log.
-        open_writer: makes it, in the thread.
+        open_writer: makes it, in the thread; fails with `OPENING_FAILURES`.
         metrics: `metrics.jsonl`, from which lines are taken that the writer lacks.
         position: file that names the newest event it has taken.
 
@@ -141,7 +143,11 @@ class ThreadedSink:
                 logger.warning("sink %s is too slow: %d lines left out so far", self._name, self.left_out)
 
     def _run(self) -> None:
-        writer = self._open_writer()
+        try:
+            writer = self._open_writer()
+        except OPENING_FAILURES as error:
+            self._give_up(error)
+            return
         try:
             if first := next((line["step"] for line in self._backlog if line["kind"] == "step"), 0):
                 writer.rewind(first - 1)  # it may have been taken, and its position not written, when a life ended
@@ -152,7 +158,10 @@ class ThreadedSink:
             writer.close()
             write_position(self._position, self._last)
         except writer.failures as error:
-            logger.warning("sink %s failed and is off for the rest of this life: %s", self._name, error)
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("sink %s failed and is off for the rest of this life: %s", self._name, error)
 
     def _serve(self, writer: Writer) -> None:
         flushed = time.monotonic()

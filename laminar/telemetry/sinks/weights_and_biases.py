@@ -31,16 +31,19 @@ class WandbWriter:
     def __init__(
         self, folder: Path, run_id: str, mode: Literal["offline", "online"], project: str, settings: dict[str, Any]
     ) -> None:
-        self._run: Any = wandb.init(
-            dir=str(folder),
-            id=run_id,
-            name=run_id,
-            project=project,
-            mode=mode,
-            resume="allow" if mode == "online" else None,
-            config=settings,
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True),
-        )
+        try:
+            self._run: Any = wandb.init(
+                dir=str(folder),
+                id=run_id,
+                name=run_id,
+                project=project,
+                mode=mode,
+                resume="allow" if mode == "online" else None,
+                config=settings,
+                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True),
+            )
+        except wandb.Error as error:
+            raise RuntimeError(f"W&B begins no run ({error}); log in, or set metrics.wandb to offline") from error
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
