@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from laminar.errors import DeadlineError, RelayError
@@ -22,7 +23,7 @@ from relay.messages import Alive, Chunk, FetchFiles, Files, Gone, Message, More,
 from relay.shelf import Shelf, describe_files, unpack_files
 from relay.slots import Slot
 from relay.store import PUBLISHER, RANK, VersionStore
-from relay.transports.base import Received
+from relay.transports.base import LinkLostError, Received
 
 
 class SlotsLeasedError(RelayError):
@@ -217,7 +218,7 @@ class Receiver:
                 case Gone(of) if of == version:
                     return False
                 case Alive():
-                    await link.send(Alive())
+                    await self._answer(link, Alive())
                     self._check_stall(progress, f"{link.peer} to pass on the next piece of {version}")
                 case Chunk() | Gone():
                     continue  # of an earlier request
@@ -235,7 +236,7 @@ class Receiver:
         if incoming.accept(index, received):
             self._shelf.notify()
             await asyncio.sleep(0)  # the next hop is told of this piece before another that has come already is copied
-            if self._owed >= self._limits.credits // 2:  # the other half is under way meanwhile
+            if self._owed >= self._limits.credits // 2 and not incoming.is_whole:  # the other half is under way meanwhile
                 await self._grant(link, version, [])
             return
         self._broken[index] += 1
@@ -245,7 +246,12 @@ class Receiver:
 
     async def _grant(self, link: Link, version: str, again: list[int]) -> None:
         owed, self._owed = self._owed, 0
-        await link.send(More(version, owed, again))
+        await self._answer(link, More(version, owed, again))
+
+    async def _answer(self, link: Link, message: Message) -> None:
+        """Speak to an upstream that may have died: what it had sent before still counts, and then `receive` says so."""
+        with suppress(LinkLostError):
+            await link.send(message)
 
     def _finish(self, incoming: Incoming) -> None:
         incoming.reveal()
