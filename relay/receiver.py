@@ -20,7 +20,8 @@ from relay.link import HopLimits, Link
 from relay.locks import FileLock
 from relay.manifest import Manifest
 from relay.messages import Alive, Chunk, FetchFiles, Files, Gone, Message, More, Offer, Pull, Want, to_ranges
-from relay.shelf import Shelf, describe_files, unpack_files
+from relay.model_files import describe_files, unpack_files
+from relay.shelf import Shelf
 from relay.slots import Slot
 from relay.store import PUBLISHER, RANK, VersionStore
 from relay.transports.base import LinkLostError, Received

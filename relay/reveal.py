@@ -7,6 +7,7 @@ import os
 import shutil
 
 from relay.manifest import Manifest
+from relay.model_files import finished_files
 from relay.slots import Slot
 from relay.store import MANIFEST_NAME, WEIGHTS_NAME, VersionStore
 
@@ -22,7 +23,7 @@ def reveal(store: VersionStore, manifest: Manifest, slot: Slot) -> None:
     folder = store.partial_folder(manifest.version)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
-    for path in store.model_files.iterdir():
+    for path in finished_files(store.model_files):
         os.link(path, folder / path.name)
     (folder / MANIFEST_NAME).write_text(manifest.to_json())
     os.link(slot.path, folder / WEIGHTS_NAME)

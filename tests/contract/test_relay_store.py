@@ -114,6 +114,16 @@ def test_published_version_is_read_back_with_its_manifest(machine):
     machine.puller.verify(version("0.0"))
 
 
+def test_a_model_file_that_is_half_written_goes_into_no_version(machine):
+    (machine.store.model_files / ".arriving-tokenizer.json").write_text("half")
+    machine.publish("0.0")
+    assert sorted(os.listdir(machine.store.folder_of(version("0.0")))) == [
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+    ]
+
+
 def test_nothing_is_there_before_the_first_publish(tmp_path):
     puller = Puller(VersionStore(tmp_path, "run", "node"))
     assert puller.latest() is None

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 import pytest
 
 from laminar.types import WeightVersion
-from relay.link import HopLimits
+from relay.link import HopLimits, Link, greet
+from relay.messages import Alive, FetchFiles, Files, Offer, Want
 from relay.puller import read_manifest
 from relay.store import WEIGHTS_NAME
 
@@ -303,6 +304,29 @@ async def test_a_relay_of_another_run_with_the_same_token_is_refused(chain, capl
     master.publish(1)
     await chain.until(lambda: "token" in caplog.text, "the refusal")
     assert stranger.store.versions() == []
+
+
+async def test_model_files_that_are_being_replaced_hold_an_offer_up_and_end_nothing(chain):
+    master = await chain.add("master", is_master=True)
+    version = master.publish(1)
+    going = master.store.model_files / "vocab.json"  # listed, and gone when it is read
+    downstream = chain.make_transport("downstream")
+    await downstream.start()
+    connection = await downstream.connect(master.address)
+    link = Link(connection, "master", master.limits)
+    await greet(link, master.credentials)
+    for wish, answer in ((Want("", ""), Offer), (FetchFiles(), Files)):
+        going.symlink_to("nowhere")
+        await link.send(wish)
+        for _ in range(5):
+            await link.expect(Alive, "a word")
+        going.unlink()
+        while not isinstance(message := (await link.receive("an answer"))[0], answer):
+            assert isinstance(message, Alive)
+    await connection.close()
+    await downstream.close()
+    a = await chain.add("a")
+    await a.reaches(version)
 
 
 async def test_with_every_slot_leased_a_hop_waits_and_its_successor_takes_from_the_one_before_it(chain):
