@@ -7,10 +7,12 @@ Does not know who sends them (`relay.sender`, `relay.receiver`).
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from laminar.errors import ConfigError, RelayError
 from relay.manifest import checksum
+from relay.slots import room_for
 
 MODEL_FILE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 """What of a model folder goes into every version: config, tokenizer, chat template, the model's own code; no weights."""
@@ -47,6 +49,7 @@ def unpack_files(folder: Path, sizes: list[tuple[str, int]], body: bytes, expect
 
     Raises:
         RelayError: if they are not what was offered; nothing is replaced then.
+        EnvironmentSetupError: if there is no room for them; nothing is replaced then.
     """
     contents: dict[str, bytes] = {}
     start = 0
@@ -65,6 +68,7 @@ def stage_model_files(source: Path, target: Path) -> None:
 
     Raises:
         ConfigError: if there is no config.json.
+        EnvironmentSetupError: if there is no room for them; nothing is replaced then.
     """
     if not (source / "config.json").is_file():
         raise ConfigError(f"model folder {str(source)!r} has no config.json: set model.path to a Hugging Face model")
@@ -74,11 +78,14 @@ def stage_model_files(source: Path, target: Path) -> None:
 
 def _replace(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Make a folder hold these files and no others."""
-    changed = [name for name, data in contents.items() if not _holds(folder / name, data)]
-    for name in changed:
-        (folder / f"{ARRIVING_PREFIX}{name}").write_bytes(contents[name])
-    for name in changed:
-        (folder / f"{ARRIVING_PREFIX}{name}").rename(folder / name)
+    arriving = {folder / f"{ARRIVING_PREFIX}{n}": n for n, data in contents.items() if not _holds(folder / n, data)}
+    with ExitStack() as undo, room_for("the model's files", folder, sum(map(len, contents.values()))):
+        for hidden, name in arriving.items():
+            undo.callback(hidden.unlink, missing_ok=True)
+            hidden.write_bytes(contents[name])
+        undo.pop_all()
+    for hidden, name in arriving.items():
+        hidden.rename(folder / name)
     for path in folder.iterdir():
         if path.name not in contents:
             path.unlink()

@@ -69,6 +69,7 @@ class Publisher:
     Raises:
         RelayError: if another living process publishes into the store, or a rank of an earlier one still lives.
         ConfigError: if `model_files` has no config.json.
+        EnvironmentSetupError: if there is no room for the model's files.
     """
 
     def __init__(

@@ -98,11 +98,11 @@ class Receiver:
             if offer is None:
                 return
             manifest = self._checked(link, offer)
+            if describe_files(self._store.model_files) != offer.files:
+                await self._fetch_files(link, offer)  # before the slots, so that these are refused if not both fit
             if manifest.file_bytes != self._file_bytes:
                 await self._prepare(manifest.file_bytes)
                 return  # it took a while, and the upstream does not wait: ask anew
-            if describe_files(self._store.model_files) != offer.files:
-                await self._fetch_files(link, offer)
             incoming = self._begin(manifest)
             self._owed = 0
             await link.send(Pull(offer.version, to_ranges(incoming.missing), self._limits.credits))

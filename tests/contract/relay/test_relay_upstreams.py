@@ -8,7 +8,7 @@ from laminar.errors import DeadlineError, EnvironmentSetupError, RelayError
 from laminar.types import WeightVersion
 from relay.link import Credentials, HopLimits, Link, admit, greet
 from relay.manifest import Manifest, TensorSpec, checksum
-from relay.messages import Alive, Chunk, Offer, Pull, Want, decode, encode, to_ranges
+from relay.messages import Alive, Chunk, FetchFiles, Files, Offer, Pull, Want, decode, encode, to_ranges
 from relay.receiver import Receiver
 from relay.shelf import Shelf
 from relay.store import VersionStore
@@ -99,9 +99,21 @@ async def test_a_version_too_large_for_shared_memory_ends_the_relay_with_the_byt
     pulling = asyncio.create_task(pull(down, store))
     assert isinstance((await up.receive("a wish"))[0], Want)
     await up.send(Offer("0.1", manifest(file_bytes=10**15), {}))
-    with pytest.raises(EnvironmentSetupError, match=r"need 2,000,000,000,000,000 bytes in .*--shm-size"):
+    with pytest.raises(EnvironmentSetupError, match=r"need 2,000,000,008,388,608 bytes in .*--shm-size"):
         await pulling
-    assert store.slot_bytes() == 0
+    assert store.slot_lengths() == []
+
+
+async def test_model_files_come_before_the_slots_are_made_so_that_both_must_fit(edge, store):
+    up, down = edge
+    pulling = asyncio.create_task(pull(down, store))
+    await up.receive("a wish")
+    await up.send(Offer("0.1", manifest(file_bytes=10**15), {"config.json": checksum(b"{}")}))
+    assert isinstance((await up.receive("a wish for files"))[0], FetchFiles)
+    await up.send(Files([("config.json", 2)]), memoryview(b"{}"))
+    with pytest.raises(EnvironmentSetupError, match="the weight slots need"):
+        await pulling
+    assert (store.model_files / "config.json").read_text() == "{}"
 
 
 async def test_weights_of_another_run_are_refused(edge, store):
