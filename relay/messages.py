@@ -121,7 +121,7 @@ def decode(head: bytes) -> Message:
     """
     try:
         return _decoder.decode(head)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RelayError(f"a relay said what is no message ({error}): all relays must run the same release") from error
 
 

@@ -5,7 +5,6 @@ dies before that leaves the older versions as they were; numbers only rise withi
 Does not know how tensors are gathered (`trainer.publishing`), who reads, or other machines.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +17,11 @@ from typing import Literal
 import torch
 
 from laminar.config.root import LaminarConfig
-from laminar.errors import ConfigError, DeadlineError, RelayError
+from laminar.errors import DeadlineError, RelayError
 from laminar.types import WeightVersion
 from relay.locks import FileLock
 from relay.manifest import CHUNK_BYTES, Layout, Manifest, load_layout
+from relay.model_files import stage_model_files
 from relay.pinning import computed_so_far, pin_slots, run_beside, unpin_slots
 from relay.probe import Probe
 from relay.reveal import reveal
@@ -37,9 +37,6 @@ Fill = Callable[[Slot, Layout], Callable[[], None]]
 
 COPY_SECONDS, FINISH_SECONDS = 600.0, 600.0
 """Deadlines of a version's copy, and of its checksums and appearance: hundreds of times what large models take."""
-
-MODEL_FILE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
-"""What of a model folder goes into every version: config, tokenizer, chat template, the model's own code; no weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +69,7 @@ class Publisher:
     Raises:
         RelayError: if another living process publishes into the store, or a rank of an earlier one still lives.
         ConfigError: if `model_files` has no config.json.
+        EnvironmentSetupError: if there is no room for the model's files.
     """
 
     def __init__(
@@ -273,18 +271,3 @@ def open_publisher(
 ) -> Publisher:
     """The publisher of a run's store on this machine; the arguments are `Publisher`'s, and so are the errors."""
     return Publisher(open_store(config, run_id, node_id), model_files, rank=rank, world_size=world_size)
-
-
-def stage_model_files(source: Path, target: Path) -> None:
-    """Copy config, tokenizer and the like from a model folder, replacing what was there.
-
-    Raises:
-        ConfigError: if there is no config.json.
-    """
-    if not (source / "config.json").is_file():
-        raise ConfigError(f"model folder {str(source)!r} has no config.json: set model.path to a Hugging Face model")
-    for path in target.iterdir():
-        path.unlink()
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in MODEL_FILE_SUFFIXES and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, target / path.name)

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from laminar.errors import DeadlineError, RelayError
@@ -19,10 +20,11 @@ from relay.link import HopLimits, Link
 from relay.locks import FileLock
 from relay.manifest import Manifest
 from relay.messages import Alive, Chunk, FetchFiles, Files, Gone, Message, More, Offer, Pull, Want, to_ranges
-from relay.shelf import Shelf, describe_files, unpack_files
+from relay.model_files import describe_files, unpack_files
+from relay.shelf import Shelf
 from relay.slots import Slot
 from relay.store import PUBLISHER, RANK, VersionStore
-from relay.transports.base import Received
+from relay.transports.base import LinkLostError, Received
 
 
 class SlotsLeasedError(RelayError):
@@ -96,11 +98,11 @@ class Receiver:
             if offer is None:
                 return
             manifest = self._checked(link, offer)
+            if describe_files(self._store.model_files) != offer.files:
+                await self._fetch_files(link, offer)  # before the slots, so that these are refused if not both fit
             if manifest.file_bytes != self._file_bytes:
                 await self._prepare(manifest.file_bytes)
                 return  # it took a while, and the upstream does not wait: ask anew
-            if describe_files(self._store.model_files) != offer.files:
-                await self._fetch_files(link, offer)
             incoming = self._begin(manifest)
             self._owed = 0
             await link.send(Pull(offer.version, to_ranges(incoming.missing), self._limits.credits))
@@ -217,7 +219,7 @@ class Receiver:
                 case Gone(of) if of == version:
                     return False
                 case Alive():
-                    await link.send(Alive())
+                    await self._answer(link, Alive())
                     self._check_stall(progress, f"{link.peer} to pass on the next piece of {version}")
                 case Chunk() | Gone():
                     continue  # of an earlier request
@@ -235,7 +237,7 @@ class Receiver:
         if incoming.accept(index, received):
             self._shelf.notify()
             await asyncio.sleep(0)  # the next hop is told of this piece before another that has come already is copied
-            if self._owed >= self._limits.credits // 2:  # the other half is under way meanwhile
+            if self._owed >= self._limits.credits // 2 and not incoming.is_whole:  # the other half is under way meanwhile
                 await self._grant(link, version, [])
             return
         self._broken[index] += 1
@@ -245,7 +247,12 @@ class Receiver:
 
     async def _grant(self, link: Link, version: str, again: list[int]) -> None:
         owed, self._owed = self._owed, 0
-        await link.send(More(version, owed, again))
+        await self._answer(link, More(version, owed, again))
+
+    async def _answer(self, link: Link, message: Message) -> None:
+        """Speak to an upstream that may have died: what it had sent before still counts, and then `receive` says so."""
+        with suppress(LinkLostError):
+            await link.send(message)
 
     def _finish(self, incoming: Incoming) -> None:
         incoming.reveal()

@@ -15,7 +15,8 @@ from laminar.policies.chain import pick_offer
 from laminar.types import WeightVersion
 from relay.link import Credentials, HopLimits, Link, admit
 from relay.messages import Alive, Chunk, FetchFiles, Files, Gone, Message, More, Offer, Pull, Want
-from relay.shelf import Shelf, Source, pack_files
+from relay.model_files import pack_files
+from relay.shelf import Shelf, Source
 from relay.store import VersionStore
 from relay.transports.base import Connection
 
@@ -115,10 +116,7 @@ class _Session:
         if self._want is not None:
             return await self._offer(self._want)
         if self._wants_files:
-            self._wants_files = False
-            sizes, body = pack_files(self._store.model_files)
-            await self._link.send(Files(sizes), memoryview(body))
-            return True
+            return await self._send_files()
         source = self._source
         if source is None:
             return False
@@ -138,11 +136,23 @@ class _Session:
         if version is None:
             return False
         try:
+            files = self._shelf.model_files()
             self._source = self._held.enter_context(self._shelf.open(version))
         except RelayError:
             return True  # it went between the two calls: choose again
+        except FileNotFoundError:
+            return False  # a trainer that starts replaces the model's files: look again in a moment
         self._want = None
-        await self._link.send(Offer(str(version), self._source.manifest.to_json(), self._shelf.model_files()))
+        await self._link.send(Offer(str(version), self._source.manifest.to_json(), files))
+        return True
+
+    async def _send_files(self) -> bool:
+        try:
+            sizes, body = pack_files(self._store.model_files)
+        except FileNotFoundError:
+            return False  # as in `_offer`
+        self._wants_files = False
+        await self._link.send(Files(sizes), memoryview(body))
         return True
 
     def _drop(self) -> None:

@@ -25,7 +25,7 @@ from relay.orphans import remove_orphans, touch_owner
 from relay.receiver import HopReport, Receiver
 from relay.sender import Sender
 from relay.shelf import Shelf
-from relay.slots import check_space, required_bytes
+from relay.slots import check_space, required_bytes, slot_bytes
 from relay.store import OWNER, VersionStore
 from relay.transports.base import Transport
 
@@ -110,9 +110,9 @@ class Relay:
         check_space(store.root, 0)
         for folder in remove_orphans(store.root):
             logger.info("removed the weights that a dead run left in %s", folder)
-        held_bytes = store.slot_bytes()
+        held_bytes = sum(map(slot_bytes, store.slot_lengths()))
         needed = required_bytes(file_bytes, keep_versions=store.keep_versions, mapping_readers=store.mapping_readers)
-        check_space(store.root, max(0, needed - held_bytes))
+        check_space(store.root, max(0, needed - held_bytes) if file_bytes else 0)
         if self._owner is None:
             self._owner = store.hold(OWNER)
         touch_owner(store.folder)
@@ -252,7 +252,7 @@ class Relay:
             return
         advice = best_chunk_bytes(
             num_machines=1 + len(self._directory.others),
-            file_bytes=self._store.slot_bytes() // self._store.num_slots,
+            file_bytes=max(self._store.slot_lengths(), default=0),
             seconds_per_byte=max(other.seconds_per_byte for other in others),
             start_seconds=max(other.start_seconds for other in others),
         )

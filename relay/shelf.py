@@ -8,14 +8,13 @@ Does not know transports or who asks.
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Protocol
 
-from laminar.errors import RelayError
 from laminar.types import WeightVersion
 from relay.incoming import Incoming
-from relay.manifest import Manifest, checksum
+from relay.manifest import Manifest
 from relay.mapped import map_file
+from relay.model_files import describe_files
 from relay.store import MANIFEST_NAME, WEIGHTS_NAME, VersionStore
 
 
@@ -100,41 +99,5 @@ class Shelf:
             yield _Complete(Manifest.from_json((folder / MANIFEST_NAME).read_text()), mapped)
 
     def model_files(self) -> dict[str, str]:
-        """Names and checksums of the model's other files."""
+        """Names and checksums of the model's other files; FileNotFoundError if they are being replaced."""
         return describe_files(self._store.model_files)
-
-
-def describe_files(folder: Path) -> dict[str, str]:
-    """Name -> xxh3_64 of every finished file in a folder."""
-    names = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    return {path.name: checksum(path.read_bytes()) for path in sorted(names)}
-
-
-def pack_files(folder: Path) -> tuple[list[tuple[str, int]], bytes]:
-    """The finished files of a folder: (name, bytes) of each, and all their contents, one after another."""
-    contents = [(path.name, path.read_bytes()) for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    return [(name, len(data)) for name, data in contents], b"".join(data for _, data in contents)
-
-
-def unpack_files(folder: Path, sizes: list[tuple[str, int]], body: bytes, expected: dict[str, str]) -> None:
-    """Replace the files of a folder by those that were sent, each by one rename.
-
-    Raises:
-        RelayError: if they are not what was offered; nothing is replaced then.
-    """
-    contents: dict[str, bytes] = {}
-    start = 0
-    for name, num_bytes in sizes:
-        contents[name] = body[start : start + num_bytes]
-        start += num_bytes
-    if start != len(body) or {name: checksum(data) for name, data in contents.items()} != expected:
-        raise RelayError("the model's files came broken")
-    if unsafe := [name for name in contents if Path(name).name != name or name.startswith(".")]:
-        raise RelayError(f"a model file is called {unsafe[0]!r}, which is no plain file name")
-    for path in folder.iterdir():
-        if path.name not in contents:
-            path.unlink()
-    for name, data in contents.items():
-        hidden = folder / f".arriving-{name}"
-        hidden.write_bytes(data)
-        hidden.rename(folder / name)

@@ -4,7 +4,11 @@ Invariants: a slot is written only under its exclusive lock; a slot that is bein
 Does not know versions or tensors.
 """
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from mmap import PAGESIZE
 from pathlib import Path
 
 from laminar.errors import EnvironmentSetupError
@@ -14,9 +18,18 @@ from relay.mapped import MappedFile, map_file
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
+BESIDE_BYTES = 4 * 1024**2
+"""What goes with a slot: a version's manifest (the longest are those of many experts) and its folder."""
+
+
 def required_bytes(file_bytes: int, *, keep_versions: int, mapping_readers: int) -> int:
-    """Bytes of slots that one machine holds for a run: the kept versions, one being written, one more per mapping reader."""
-    return file_bytes * num_slots(keep_versions=keep_versions, mapping_readers=mapping_readers)
+    """Bytes that one machine holds for a run: slots for the kept versions, the one being written, each mapping reader."""
+    return slot_bytes(file_bytes) * num_slots(keep_versions=keep_versions, mapping_readers=mapping_readers)
+
+
+def slot_bytes(file_bytes: int) -> int:
+    """Bytes that a slot takes with what goes with it; memory comes in whole pages."""
+    return -(-file_bytes // PAGESIZE) * PAGESIZE + BESIDE_BYTES
 
 
 def num_slots(*, keep_versions: int, mapping_readers: int) -> int:
@@ -34,13 +47,28 @@ def check_space(root: Path, needed_bytes: int) -> None:
         raise EnvironmentSetupError(f"relay.root {str(root)!r} is not a folder: create it, or name another")
     free_bytes = _free_bytes(root)
     if needed_bytes > free_bytes:
-        raise no_space(root, needed_bytes, free_bytes)
+        raise no_space("the weight slots", root, needed_bytes, free_bytes)
 
 
-def no_space(root: Path, needed_bytes: int, free_bytes: int) -> EnvironmentSetupError:
+@contextmanager
+def room_for(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
+    """Write into a folder that may be full.
+
+    Raises:
+        EnvironmentSetupError: if it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise no_space(what, folder, needed_bytes, _free_bytes(folder)) from error
+
+
+def no_space(what: str, root: Path, needed_bytes: int, free_bytes: int) -> EnvironmentSetupError:
     """The error that says how much is missing and what to do."""
     return EnvironmentSetupError(
-        f"the weight slots need {needed_bytes:,} bytes in {root}, where {free_bytes:,} are free: enlarge it "
+        f"{what} need {needed_bytes:,} bytes in {root}, where {free_bytes:,} are free: enlarge it by as much as is missing "
         "(in a container: --shm-size), lower relay.keep_versions, or set relay.root to a larger folder"
     )
 
@@ -116,14 +144,14 @@ def open_slots(folder: Path, count: int, file_bytes: int) -> list[Slot]:
         if path not in paths or path.stat().st_size != file_bytes:
             path.unlink()
     missing = [path for path in paths if not path.exists()]
-    check_space(folder, len(missing) * file_bytes)
+    check_space(folder, len(missing) * slot_bytes(file_bytes))
     try:
         for path in missing:
             _allocate(path, file_bytes)
     except OSError as error:
         for path in missing:
             path.unlink(missing_ok=True)
-        raise no_space(folder, len(missing) * file_bytes, _free_bytes(folder)) from error
+        raise no_space("the weight slots", folder, len(missing) * slot_bytes(file_bytes), _free_bytes(folder)) from error
     return [Slot(path) for path in paths]
 
 

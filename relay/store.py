@@ -167,9 +167,9 @@ class VersionStore:
         self.create()
         return open_slots(self._slots_folder, self.num_slots, file_bytes)
 
-    def slot_bytes(self) -> int:
-        """Bytes that the store's slots hold already; 0 if there is no store yet."""
-        return sum(path.stat().st_size for path in self._slots_folder.glob("*.safetensors"))
+    def slot_lengths(self) -> list[int]:
+        """Bytes of the file in each slot that is there already; none if there is no store yet."""
+        return [path.stat().st_size for path in self._slots_folder.glob("*.safetensors")]
 
     def claim_slot(self, slots: Sequence[Slot]) -> Slot | None:
         """Lock a slot for writing and remove the versions that link to it; None if all others are kept or leased."""

@@ -11,7 +11,9 @@ is found dead; what is under way on one edge is bounded by the protocol's credit
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from laminar.errors import RelayError
 
@@ -19,6 +21,8 @@ from laminar.errors import RelayError
 class LinkLostError(RelayError):
     """The other end is gone, or cannot be reached."""
 
+
+T = TypeVar("T")
 
 Place = Callable[[bytes, int], memoryview | None]
 """From a message's head and its body's length in bytes to where the body shall lie, of that length; None: drop the body."""
@@ -42,6 +46,18 @@ class Received:
     head: bytes
     num_bytes: int
     checksum: str = ""
+
+
+def unpack(frame: bytes, kind: type[T]) -> T:
+    """Read what a transport's other end said, who may be anybody: nothing is known of it before the handshake.
+
+    Raises:
+        LinkLostError: it is no such thing.
+    """
+    try:
+        return msgspec.msgpack.decode(frame, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise LinkLostError(f"the other end speaks another protocol ({error})") from error
 
 
 class Connection(Protocol):

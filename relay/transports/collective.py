@@ -5,7 +5,7 @@ a failure aborts one edge. An edge that is made anew meets under a new epoch, so
 
 Invariants: a body is sent only after its head said how long it is; it is received into memory of the edge and then copied
 to its place, for a step that was given up may go on in its thread until its deadline; a group is made when the first body of
-its direction is sent, so a peer that was not admitted makes none.
+its direction is sent; a long body is received only if somebody wants it, so not from a peer that was not admitted.
 Does not know what messages mean. Backend: gloo, or NCCL where both relays own a GPU; NCCL has not run yet.
 """
 
@@ -15,22 +15,40 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from laminar.errors import EnvironmentSetupError
-from relay.transports.base import Connection, Handler, LinkLostError, Place, Received, nowhere
+from relay.transports.base import Connection, Handler, LinkLostError, Place, Received, nowhere, unpack
 from relay.transports.zmq_tcp import ZmqTransport
 
 STEP_SECONDS = 6.0
 """Deadline for a group to be made, and for one body to pass."""
 
+MAX_UNWANTED_BYTES = 64 * 1024**2
+"""A body that nobody wants is received, to be dropped, only up to this: four of the longest pieces."""
+
 _PLAIN, _WITH_BODY, _GROUP = b"\0", b"\1", b"\2"
-_LENGTH_BYTES = 8
 _SENDER, _RECEIVER = 0, 1
 _TAG = 0
+
+
+class _Invitation(msgspec.Struct, frozen=True, array_like=True):
+    """Where two ends meet to make a group."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    epoch: int
+
+
+class _Body(msgspec.Struct, frozen=True, array_like=True):
+    """A message whose body follows through the group."""
+
+    num_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    head: bytes
 
 
 class CollectiveTransport:
@@ -107,7 +125,7 @@ class CollectiveConnection:
             return
         if self._sending is None:
             self._sending = await self._invite()
-        await self._heads.send(_WITH_BODY + len(body).to_bytes(_LENGTH_BYTES, "little") + head)
+        await self._heads.send(_WITH_BODY + msgspec.msgpack.encode(_Body(len(body), head)))
         await self._in_thread(self._sending.send, _as_tensor(body))
 
     async def receive(self, place: Place = nowhere) -> Received:
@@ -117,18 +135,19 @@ class CollectiveConnection:
             kind, rest = frame[:1], frame[1:]
             if kind == _PLAIN:
                 return Received(rest, 0)
-            if kind == _GROUP:
-                self._receiving = await self._in_thread(_join, rest.decode(), self._device)
+            if kind == _GROUP and self._receiving is None:
+                self._receiving = await self._in_thread(_join, unpack(rest, _Invitation), self._device)
                 continue
             if kind != _WITH_BODY or self._receiving is None:
                 raise LinkLostError("the other end speaks another protocol")
-            num_bytes, head = int.from_bytes(rest[:_LENGTH_BYTES], "little"), rest[_LENGTH_BYTES:]
-            if len(self._landing) < num_bytes:
-                self._landing = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            await self._in_thread(self._receiving.receive, self._landing[:num_bytes])
-            if (target := place(head, num_bytes)) is not None:
-                _as_tensor(target).copy_(self._landing[:num_bytes])
-            return Received(head, num_bytes)
+            body = unpack(rest, _Body)
+            target = place(body.head, body.num_bytes)
+            if target is None and body.num_bytes > MAX_UNWANTED_BYTES:
+                raise LinkLostError(f"the other end sends {body.num_bytes:,} bytes that nobody wants")
+            landed = await self._in_thread(self._land, self._receiving, body.num_bytes)
+            if target is not None:
+                _as_tensor(target).copy_(landed)
+            return Received(body.head, body.num_bytes)
 
     async def close(self) -> None:
         """Abort both groups and let go of the edge; harmless when repeated."""
@@ -142,8 +161,16 @@ class CollectiveConnection:
         """Make the sending group together with the other end."""
         timeout = timedelta(seconds=STEP_SECONDS)
         store = TCPStore(self._host, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
-        await self._heads.send(_GROUP + f"{self._host} {store.port} {self._epoch}".encode())
+        invitation = _Invitation(self._host, store.port, self._epoch)
+        await self._heads.send(_GROUP + msgspec.msgpack.encode(invitation))
         return await self._in_thread(_Group, store, self._host, self._epoch, _SENDER, self._device)
+
+    def _land(self, group: "_Group", num_bytes: int) -> torch.Tensor:
+        if len(self._landing) < num_bytes:
+            self._landing = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        landed = self._landing[:num_bytes]
+        group.receive(landed)
+        return landed
 
     async def _in_thread(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """Run a blocking step of torch's, which ends by its own deadline."""
@@ -193,11 +220,10 @@ def _nccl_group(place: PrefixStore, rank: int) -> Any:
     return ProcessGroupNCCL(place, rank, 2, options)
 
 
-def _join(invitation: str, device: torch.device) -> _Group:
-    host, port, epoch = invitation.split()
-    timeout = timedelta(seconds=STEP_SECONDS)
-    store = TCPStore(host, int(port), 2, is_master=False, timeout=timeout, wait_for_workers=False)
-    return _Group(store, host, int(epoch), _RECEIVER, device)
+def _join(invitation: _Invitation, device: torch.device) -> _Group:
+    host, timeout = invitation.host, timedelta(seconds=STEP_SECONDS)
+    store = TCPStore(host, invitation.port, 2, is_master=False, timeout=timeout, wait_for_workers=False)
+    return _Group(store, host, invitation.epoch, _RECEIVER, device)
 
 
 def _as_tensor(data: memoryview) -> torch.Tensor:

@@ -11,16 +11,16 @@ Does not know what messages mean. Whoever can reach the port may read what is st
 
 import asyncio
 import os
-import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from laminar.errors import EnvironmentSetupError
-from relay.transports.base import Connection, Handler, LinkLostError, Place, Received, nowhere
+from relay.transports.base import Connection, Handler, LinkLostError, Place, Received, nowhere, unpack
 from relay.transports.zmq_tcp import ZmqTransport
 
 STEP_SECONDS = 6
@@ -31,9 +31,25 @@ NUM_STAGED = 2
 """One is filled while the other is read."""
 
 _PLAIN, _WITH_BODY, _TAKEN = b"\0", b"\1", b"\2"
-_BODY = struct.Struct("<BQQB")
-"""Which staging buffer, its address, the body's length in bytes, the length of the sender's name in the engine."""
 _MAX_FRAMES = 1024
+
+
+class _Body(msgspec.Struct, frozen=True, array_like=True):
+    """A message whose body can be read.
+
+    Attributes:
+        buffer: in which staging buffer of the sender it lies.
+        address: of that.
+        num_bytes: its length.
+        name: the sender's, in the engine.
+        head: of the message.
+    """
+
+    buffer: Annotated[int, msgspec.Meta(ge=0, lt=NUM_STAGED)]
+    address: Annotated[int, msgspec.Meta(ge=0)]
+    num_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    name: str
+    head: bytes
 
 
 class MooncakeTransport:
@@ -86,13 +102,15 @@ class MooncakeConnection:
     """
 
     def __init__(self, heads: Connection, engine: Any, name: str) -> None:
-        self._heads, self._engine, self._name = heads, engine, name.encode()
+        self._heads, self._engine, self._name = heads, engine, name
         self._thread = ThreadPoolExecutor(1, "relay-edge")
         self._staged = [_Registered(engine) for _ in range(NUM_STAGED)]
         self._landing = _Registered(engine)
         self._free: asyncio.Queue[int] = asyncio.Queue()
         for index in range(NUM_STAGED):
             self._free.put_nowait(index)
+        self._lent: set[bytes] = set()
+        """Staging buffers that the other end has not said it took, as it would say it."""
         self._frames: asyncio.Queue[bytes] = asyncio.Queue(_MAX_FRAMES)
         self._is_closed = False
         self.carrier = "Mooncake"
@@ -109,22 +127,20 @@ class MooncakeConnection:
             return
         index = await self._unless_lost(self._free.get)
         address = self._staged[index].fill(body)
-        place = _BODY.pack(index, address, len(body), len(self._name))
-        await self._heads.send(_WITH_BODY + place + self._name + head)
+        self._lent.add(bytes([index]))
+        await self._heads.send(_WITH_BODY + msgspec.msgpack.encode(_Body(index, address, len(body), self._name, head)))
 
     async def receive(self, place: Place = nowhere) -> Received:
         """The next message. Cancelled in the middle of a body, it leaves an edge that can only be closed."""
         frame = await self._unless_lost(self._frames.get)
         if frame[:1] == _PLAIN:
             return Received(frame[1:], 0)
-        index, address, num_bytes, name_bytes = _BODY.unpack_from(frame, 1)
-        name_end = 1 + _BODY.size + name_bytes
-        name, head = frame[1 + _BODY.size : name_end].decode(), frame[name_end:]
-        if (target := place(head, num_bytes)) is not None:
-            await self._read(name, address, num_bytes)
-            target[:] = self._landing.view(num_bytes)
-        await self._heads.send(_TAKEN + bytes([index]))
-        return Received(head, num_bytes)
+        body = unpack(frame[1:], _Body)
+        if (target := place(body.head, body.num_bytes)) is not None:
+            await self._read(body)
+            target[:] = self._landing.view(body.num_bytes)
+        await self._heads.send(_TAKEN + bytes([body.buffer]))
+        return Received(body.head, body.num_bytes)
 
     async def close(self) -> None:
         """Let go of the edge and of its memory; harmless when repeated."""
@@ -145,7 +161,8 @@ class MooncakeConnection:
             except LinkLostError as error:
                 self._lost = error
                 return
-            if frame[:1] == _TAKEN:
+            if frame[:1] == _TAKEN and frame[1:] in self._lent:
+                self._lent.remove(frame[1:])
                 self._free.put_nowait(frame[1])
             elif frame[:1] not in (_PLAIN, _WITH_BODY) or self._frames.full():
                 self._lost = LinkLostError("the other end speaks another protocol")
@@ -153,13 +170,14 @@ class MooncakeConnection:
             else:
                 self._frames.put_nowait(frame)
 
-    async def _read(self, name: str, address: int, num_bytes: int) -> None:
+    async def _read(self, body: _Body) -> None:
         def read() -> int:
-            target = self._landing.fit(num_bytes)
-            return int(self._engine.transfer_sync_read(name, target, address, num_bytes))
+            target = self._landing.fit(body.num_bytes)
+            return int(self._engine.transfer_sync_read(body.name, target, body.address, body.num_bytes))
 
         if status := await asyncio.get_running_loop().run_in_executor(self._thread, read):
-            raise LinkLostError(f"a body of {num_bytes} bytes could not be read from {name} (Mooncake's status {status})")
+            what = f"a body of {body.num_bytes} bytes"
+            raise LinkLostError(f"{what} could not be read from {body.name} (Mooncake's status {status})")
 
     async def _unless_lost(self, take: Callable[[], Any]) -> Any:
         """What a queue has, or the news that the connection broke, once all that came before is taken."""

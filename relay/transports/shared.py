@@ -12,19 +12,16 @@ Does not know what messages mean, or how a folder is known to be shared (`relay.
 
 import logging
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from relay.mapped import locate
-from relay.transports.base import Connection, Handler, LinkLostError, Place, Received, Transport, nowhere
+from relay.transports.base import Connection, Handler, LinkLostError, Place, Received, Transport, nowhere, unpack
 from relay.transports.landing import land
 from relay.transports.shared_folder import FilePart, FolderOffer, SharedFolder, this_machine
 from relay.transports.zmq_tcp import ZmqTransport
 
 logger = logging.getLogger("laminar.relay")
-
-T = TypeVar("T")
 
 _PLAIN, _OFFER, _ANSWER, _REFERENCE = b"\0", b"\1", b"\2", b"\3"
 _YES, _NO = b"\1", b"\0"
@@ -125,9 +122,9 @@ class SharedConnection:
             if kind == _PLAIN:
                 return Received(rest, received.num_bytes, received.checksum)
             if kind == _REFERENCE:
-                return await self._fetch(_decode(rest, _Reference), place)
+                return await self._fetch(unpack(rest, _Reference), place)
             if kind == _OFFER:
-                await self._answer(_decode(rest, FolderOffer))
+                await self._answer(unpack(rest, FolderOffer))
             elif kind == _ANSWER:
                 self._is_accepted = rest == _YES
             else:
@@ -168,10 +165,3 @@ class SharedConnection:
         if self._theirs is not None:
             self._theirs.close()
             self._theirs = None
-
-
-def _decode(text: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(text, type=kind)
-    except msgspec.DecodeError as error:
-        raise LinkLostError(f"the other end speaks another protocol ({error})") from error

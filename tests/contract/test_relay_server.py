@@ -123,7 +123,7 @@ async def test_restarted_relay_finds_its_versions_again(store, tmp_path):
 
 
 async def test_relay_refuses_a_model_that_does_not_fit_before_it_creates_anything(store):
-    with pytest.raises(EnvironmentSetupError, match="need 2,000,000,000,000,000 bytes"):
+    with pytest.raises(EnvironmentSetupError, match="need 2,000,000,008,388,608 bytes"):
         await Relay(store, NO_REDIS).start(file_bytes=10**15)
     assert not store.folder.exists()
 

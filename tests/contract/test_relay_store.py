@@ -18,6 +18,7 @@ from laminar.errors import ConfigError, DeadlineError, EnvironmentSetupError, In
 from laminar.types import WeightVersion
 from relay.locks import FileLock
 from relay.manifest import load_layout
+from relay.model_files import stage_model_files
 from relay.publisher import Publisher
 from relay.puller import Puller
 from relay.store import VersionStore
@@ -45,7 +46,7 @@ class Machine:
         self.model_files = folder / "model"
         self.model_files.mkdir()
         (self.model_files / "config.json").write_text('{"model_type": "x"}')
-        (folder / "shm").mkdir()
+        (folder / "shm").mkdir(exist_ok=True)
         self.store = VersionStore(folder / "shm", "run", "node", **options)
         self.puller = Puller(self.store)
         self.publisher = Publisher(self.store, self.model_files, chunk_bytes=1000)
@@ -112,6 +113,69 @@ def test_published_version_is_read_back_with_its_manifest(machine):
     assert (manifest.version, manifest.run_id, manifest.chunk_bytes) == (version("0.0"), "run", 1000)
     assert list(manifest.tensors) == ["a", "b"]
     machine.puller.verify(version("0.0"))
+
+
+def test_a_model_file_that_is_half_written_goes_into_no_version(machine):
+    (machine.store.model_files / ".arriving-tokenizer.json").write_text("half")
+    machine.publish("0.0")
+    assert sorted(os.listdir(machine.store.folder_of(version("0.0")))) == [
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+    ]
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A machine with little shared memory, and what fills it up but for so many bytes, or frees it again."""
+    (tmp_path / "shm").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path / "shm")]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    filler = tmp_path / "shm" / "filler"
+
+    def fill(all_but: int | None) -> None:
+        filler.unlink(missing_ok=True)
+        if all_but is not None:
+            filler.write_bytes(bytes(shutil.disk_usage(filler.parent).free - all_but))
+
+    machine = Machine(tmp_path)
+    yield machine, fill
+    machine.publisher.close()
+    subprocess.run(["umount", "--lazy", str(tmp_path / "shm")], check=True)
+
+
+def test_full_memory_at_a_versions_appearance_says_so_and_leaves_nothing_half_made(small):
+    machine, fill = small
+    machine.publish("0.0")
+    fill(0)
+    for _ in range(2):
+        with pytest.raises(EnvironmentSetupError, match=r"manifest and folder need [\d,]+ bytes in .*--shm-size"):
+            machine.publish("0.1")
+    assert os.listdir(machine.store.folder / "versions") == ["0.0"]
+    fill(None)
+    machine.publish("0.1")
+    assert machine.complete()[-1] == "0.1"
+
+
+def test_full_memory_for_the_models_files_says_so_and_keeps_the_old_ones(small):
+    machine, fill = small
+    (machine.model_files / "tokenizer.json").write_text("x" * 100_000)
+    fill(50_000)
+    with pytest.raises(EnvironmentSetupError, match=r"the model's files need 100,\d+ bytes in .*--shm-size"):
+        stage_model_files(machine.model_files, machine.store.model_files)
+    assert os.listdir(machine.store.model_files) == ["config.json"]
+    fill(None)
+    stage_model_files(machine.model_files, machine.store.model_files)
+    assert sorted(os.listdir(machine.store.model_files)) == ["config.json", "tokenizer.json"]
+
+
+def test_slots_are_refused_where_nothing_is_left_for_what_goes_with_them(small):
+    machine, fill = small
+    fill(2 * 12_288 + 8_192)  # the slots alone would fit
+    with pytest.raises(EnvironmentSetupError, match="the weight slots need"):
+        machine.publish("0.0")
+    assert machine.store.slot_lengths() == []
 
 
 def test_nothing_is_there_before_the_first_publish(tmp_path):
@@ -401,7 +465,7 @@ def test_root_that_does_not_exist_is_refused(tmp_path):
 
 def test_slots_that_do_not_fit_are_refused_before_the_first_publish(machine):
     layout = load_layout([("huge", torch.empty(10**14, device="meta"))])
-    with pytest.raises(EnvironmentSetupError, match=r"need 800,000,000,\d{3},\d{3} bytes"):
+    with pytest.raises(EnvironmentSetupError, match=r"need 800,000,\d{3},\d{3},\d{3} bytes"):
         machine.publisher.prepare(layout)
 
 

@@ -1,11 +1,12 @@
 import os
+from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
 
 from laminar.errors import EnvironmentSetupError
 from laminar.types import WeightVersion
-from relay.slots import check_space, open_slots, required_bytes
+from relay.slots import BESIDE_BYTES, check_space, open_slots, required_bytes, slot_bytes
 from relay.store import kept_versions
 
 
@@ -14,8 +15,16 @@ def versions(*texts: str) -> list[WeightVersion]:
 
 
 def test_required_bytes_counts_kept_one_being_written_and_one_a_mapping_reader():
-    assert required_bytes(100, keep_versions=1, mapping_readers=0) == 200
-    assert required_bytes(100, keep_versions=2, mapping_readers=3) == 600
+    assert required_bytes(8192, keep_versions=1, mapping_readers=0) == 2 * (8192 + BESIDE_BYTES)
+    assert required_bytes(8192, keep_versions=2, mapping_readers=3) == 6 * (8192 + BESIDE_BYTES)
+
+
+def test_a_slot_takes_whole_pages():
+    assert [slot_bytes(length) - BESIDE_BYTES for length in (1, PAGESIZE, PAGESIZE + 1)] == [
+        PAGESIZE,
+        PAGESIZE,
+        2 * PAGESIZE,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,20 @@
 
 import asyncio
 import os
+import struct
 from contextlib import ExitStack
 
+import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from laminar.types import WeightVersion
-from relay.link import HopLimits
+from relay.link import HopLimits, Link, greet
+from relay.messages import Alive, FetchFiles, Files, Offer, Want
 from relay.puller import read_manifest
 from relay.store import WEIGHTS_NAME
+from relay.transports.base import LinkLostError
 
 CHUNK_BYTES = 4096
 """As the chain of the fixture publishes."""
@@ -296,6 +302,49 @@ async def test_a_relay_with_a_wrong_run_token_gets_nothing_and_disturbs_nobody(c
     assert stranger.num_verified == 0
 
 
+DEEP = b"\x81\xa3foo" + b"\x91" * 100_000
+"""MessagePack, nested deeper than anybody follows."""
+
+ODD_MESSAGES = [
+    [b""],
+    *([kind] for kind in (b"\0", b"\1", b"\2", b"\3", b"\xff")),
+    *([kind + rest] for kind in (b"\1", b"\2") for rest in (b"\xff\xff", b"garbage", b"\xff" * 40, bytes(40), DEEP)),
+    [b"\2" + b"127.0.0.1 99999999 1"],
+    *([b"\2" + msgspec.msgpack.encode(["127.0.0.1", port, 1])] for port in (-1, 0, 99_999_999)),
+    [b"\1" + struct.pack("<BQQB", 0, 1, 10, 5) + b"\xff" * 5],
+    *([b"\1" + msgspec.msgpack.encode([num_bytes, b""])] for num_bytes in (0, 1, 2**63)),
+    *([b"\1" + msgspec.msgpack.encode([buffer, 1, 10, "\x00", b""])] for buffer in (-1, 1, 2)),
+    [DEEP],
+    [b"\0" + DEEP],
+    [b"\0", b"a body"],
+    [b"head", b"a body", b"more"],
+]
+
+
+async def say_oddly(chain, address: str, frames: list[bytes]) -> None:
+    """Say something to a relay, without its token, and wait until it serves that edge no more."""
+    if ":" not in address:
+        connection = await chain.make_transport("stranger").connect(address)
+        await connection.send(frames[0], memoryview(b"".join(frames[1:])))
+        with pytest.raises(LinkLostError):
+            await asyncio.wait_for(connection.receive(), 10)
+        return
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(f"tcp://{address}")
+        await socket.send_multipart(frames)
+        assert await asyncio.wait_for(socket.recv_multipart(), 10) == [b""]
+
+
+async def test_whatever_strangers_say_the_others_are_served(chain):
+    master = await chain.add("master", is_master=True, limits=HopLimits(silence_seconds=0.5, alive_seconds=0.02))
+    version = master.publish(1)
+    for frames in ODD_MESSAGES:
+        await say_oddly(chain, master.address, frames)
+    a = await chain.add("a")
+    await a.reaches(version)
+
+
 async def test_a_relay_of_another_run_with_the_same_token_is_refused(chain, caplog):
     caplog.set_level("INFO", "laminar.relay")
     master = await chain.add("master", is_master=True)
@@ -303,6 +352,29 @@ async def test_a_relay_of_another_run_with_the_same_token_is_refused(chain, capl
     master.publish(1)
     await chain.until(lambda: "token" in caplog.text, "the refusal")
     assert stranger.store.versions() == []
+
+
+async def test_model_files_that_are_being_replaced_hold_an_offer_up_and_end_nothing(chain):
+    master = await chain.add("master", is_master=True)
+    version = master.publish(1)
+    going = master.store.model_files / "vocab.json"  # listed, and gone when it is read
+    downstream = chain.make_transport("downstream")
+    await downstream.start()
+    connection = await downstream.connect(master.address)
+    link = Link(connection, "master", master.limits)
+    await greet(link, master.credentials)
+    for wish, answer in ((Want("", ""), Offer), (FetchFiles(), Files)):
+        going.symlink_to("nowhere")
+        await link.send(wish)
+        for _ in range(5):
+            await link.expect(Alive, "a word")
+        going.unlink()
+        while not isinstance(message := (await link.receive("an answer"))[0], answer):
+            assert isinstance(message, Alive)
+    await connection.close()
+    await downstream.close()
+    a = await chain.add("a")
+    await a.reaches(version)
 
 
 async def test_with_every_slot_leased_a_hop_waits_and_its_successor_takes_from_the_one_before_it(chain):

@@ -3,9 +3,13 @@
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
+import torch
 
 from relay.transports.base import LinkLostError
+from relay.transports.collective import CollectiveConnection, CollectiveTransport
+from relay.transports.zmq_tcp import ZmqTransport
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -195,3 +199,29 @@ async def test_a_receive_that_is_cancelled_loses_nothing_that_came_before(serve)
             await connection.receive()
     await connection.send(b"hello")
     assert (await connection.receive()).head == b"hello"
+
+
+@pytest.mark.parametrize("place", [lambda head, num_bytes: None, lambda head, num_bytes: memoryview(bytearray(1))])
+@pytest.mark.parametrize("num_bytes", [2**62, 2**63])
+async def test_a_collective_body_that_is_said_to_be_too_long_for_any_memory_loses_its_edge_alone(place, num_bytes):
+    lost = asyncio.Queue()
+
+    async def take(connection) -> None:
+        try:
+            while True:
+                await connection.receive(place)
+        except LinkLostError as error:
+            lost.put_nowait(str(error))
+
+    server, client = CollectiveTransport("127.0.0.1"), ZmqTransport("127.0.0.1")
+    heads = await client.connect(await server.start())
+    serving = asyncio.create_task(server.serve(take))
+    edge = CollectiveConnection(heads, "127.0.0.1", 1, torch.device("cpu"))
+    await edge.send(b"hello", memoryview(b"1"))
+    await heads.send(b"\1" + msgspec.msgpack.encode([num_bytes, b"head"]))
+    assert await asyncio.wait_for(lost.get(), 10)
+    assert not serving.done()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    for end in (edge, client, server):
+        await end.close()
