@@ -129,7 +129,7 @@ class TrajectoryFolder:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(self._steps_read - len(self._last_step_line))
             if file.read(len(self._last_step_line)) != self._last_step_line:  # it was cut, and has grown perhaps
-                self._steps, self._steps_read = {}, 0  # summaries keep theirs
+                self._steps, self._steps_read, self._last_step_line = {}, 0, b""  # summaries keep theirs
             file.seek(self._steps_read)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -197,6 +197,6 @@ def _summary(record: Record, file: str, member: int, line: int) -> Summary:
 def append_step(folder: Path, step: int, groups: Mapping[str, int], max_bytes: int = MAX_STEPS_BYTES) -> None:
     """Note which groups a step trained, and of how many members; the older half goes when the file has grown too large."""
     path = folder / STEPS
-    if append_line(path, {"format_version": FORMAT_VERSION, "step": step, "groups": dict(groups)}) > max_bytes:
+    if append_line(path, {"format_version": FORMAT_VERSION, "step": step, "groups": groups}) > max_bytes:
         lines = path.read_bytes().splitlines(keepends=True)
         replace_file(path, b"".join(lines[len(lines) // 2 :]))

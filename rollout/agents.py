@@ -6,6 +6,7 @@ It does not know HTTP, leases or weights.
 """
 
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 from laminar.config.root import LaminarConfig
@@ -93,9 +94,10 @@ class AgentPlayer:
         longest = self.max_evaluation_tokens if purpose is Purpose.EVALUATION else self.max_tokens
         calls = Conversations(engine, self.tokenizer, sampling, self.max_turns, longest, self.strict_template)
         assert self.driver is not None
-        async with self.driver.place():
+        async with AsyncExitStack() as place:
+            await place.enter_async_context(self.driver.place())
             session = Session(calls, PARSERS[self.options.call_format], EpisodeClock(self.wall_seconds))
-            score, reason = await self._run(session, group.prompt, identity)
+            score, reason = await self._run(session, group.prompt, identity, place)
         return Trajectory(
             trajectory_id=identity,
             group_id=group.group_id,
@@ -115,13 +117,16 @@ class AgentPlayer:
             counts={name: count for name, count in calls.counts.items() if count},
         )
 
-    async def _run(self, session: Session, prompt: Prompt, identity: str) -> tuple[Score, FinishReason | None]:
-        """The boundary where an agent's episode ends: a score or a failure, and why it ended."""
+    async def _run(
+        self, session: Session, prompt: Prompt, identity: str, place: AsyncExitStack
+    ) -> tuple[Score, FinishReason | None]:
+        """The boundary where an agent's episode ends: a score or a failure, and why it ended; `place` is left in between."""
         calls = session.conversations
         try:
             with self.gateway.open(session) as key:
                 task = Task(prompt, f"{self.gateway.url}/v1", key, seconds=session.clock.remaining_seconds)
                 await self._finish(session, task)
+            await place.aclose()
             turns = calls.turns()
             if not turns:
                 raise EpisodeError(FailureKind.USER_BUG, "the agent ended without a call, so there is nothing to train")

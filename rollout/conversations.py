@@ -200,7 +200,7 @@ class Conversations:
     def _find_text(self, prompt: str) -> tuple[_Line, str]:
         """The line with the longest beginning of this text, and that; a new line if none has one and something is new."""
         texts = [(line, line.history[0]) for line in self._lines if line.dialogue is None and line.history]
-        begun = [(line, text) for line, text in texts if prompt.startswith(text) and prompt != text]
+        begun = [(line, text) for line, text in texts if prompt.startswith(text) and (prompt != text or _is_cut(line))]
         return max(begun, key=lambda each: len(each[1])) if begun else (self._add_line(), "")
 
     def _add_line(self) -> _Line:
@@ -253,6 +253,11 @@ class Conversations:
         if self.spent is not None:  # a shorter call may still fit
             raise SpentError(f"the trajectory's budget is used up ({self.spent})")
         return room if wanted is None else min(room, wanted)
+
+
+def _is_cut(line: _Line) -> bool:
+    """Whether its last reply ended at a limit, so that it goes on without anything new."""
+    return line.transcript.turns[-1].finish_reason is FinishReason.LENGTH
 
 
 def _same(known: tuple[str, ...], history: tuple[str, ...]) -> bool:

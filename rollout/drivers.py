@@ -110,6 +110,8 @@ class AgentDriver:
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
                 env={**os.environ, **keys}, start_new_session=True, pass_fds=(lifeline,),
             )  # fmt: skip
+            os.close(lifeline)
+            lifeline = -1
             try:
                 _, errors, status = await asyncio.gather(_give(process, task), _last_bytes(process), process.wait())
             finally:
@@ -117,9 +119,9 @@ class AgentDriver:
                 held = -1
                 await _ended(process)
         finally:
-            os.close(lifeline)
-            if held >= 0:
-                os.close(held)
+            for descriptor in (lifeline, held):
+                if descriptor >= 0:
+                    os.close(descriptor)
         if status:
             last = errors.decode("utf-8", "replace").strip().splitlines()
             text = f"the program ended with status {status}: {last[-1] if last else 'it said nothing'}"

@@ -24,6 +24,8 @@ FORMAT_VERSION = 2
 
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
+ASIDE = ".superseded"
+"""Ending of a later checkpoint that a resume fell back from; it is no checkpoint any more, and the user's to remove."""
 POINTER = "latest"
 NAME = re.compile("step_[0-9]+")
 _CHUNK_BYTES = 1 << 24
@@ -78,8 +80,12 @@ def complete(root: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
     whole = [path for path in there if _step_of(path) <= step and _looks_whole(path)]
     oldest = _step_of(whole[-keep]) if len(whole) >= keep else 0
     for path in there:
-        if not oldest <= _step_of(path) <= step:
+        if _step_of(path) < oldest:
             shutil.rmtree(path)
+        elif _step_of(path) > step:  # a resume has fallen back from it: it would not go on with the spool as it is now
+            aside = path.with_suffix(ASIDE)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
     return final
 
 

@@ -88,6 +88,7 @@ def train_step(
             work = Work(engine, algorithm, scored.rows, step, rate, totals)
             skipped_reason = train_epochs(work, scored.mini_batches, None if scored.mismatch else mismatch)
     metrics = plan.metrics | mismatch.metrics(engine.ranks) | totals.metrics() | {"train/learning_rate": rate}
+    metrics = _finite(metrics, step)
     metrics |= device_memory(engine.ranks.device)
     if skipped_reason is None and engine.peak_flops is not None:
         metrics["throughput/model_flops_utilisation"] = _utilisation(engine, plan, totals, engine.peak_flops)

@@ -150,11 +150,10 @@ def _gpu_faults(config: LaminarConfig) -> Iterator[str]:
 
 def _spike_faults(config: LaminarConfig) -> Iterator[str]:
     spikes = config.trainer.spikes
-    if spikes.action != "off" and spikes.window_updates < spikes.min_updates:
+    if spikes.action == "stop" and spikes.window_updates < spikes.min_updates:
         yield (
             f"`trainer.spikes.window_updates` is {spikes.window_updates}, below `trainer.spikes.min_updates` = "
-            f"{spikes.min_updates}: nothing would ever be judged; raise the one, lower the other, or set "
-            '`trainer.spikes.action` to "off"'
+            f"{spikes.min_updates}: nothing would ever be judged; raise the one, or lower the other"
         )
 
 

@@ -106,10 +106,12 @@ def _callable_fault(where: str, kind: str, table: Mapping[str, str]) -> Iterator
 def _shape_faults(where: str, kind: str, attribute: Any, methods: Sequence[Sequence[str]] = ()) -> Iterator[str]:
     if not callable(attribute):
         yield f"`{where}` is {kind!r}: that is {attribute!r:.80}, not a class or function"
-    elif inspect.isclass(attribute):
+    elif inspect.isclass(attribute) and not hasattr(attribute, "__getattr__"):
+        own = getattr(attribute.__init__, "__code__", None)
+        set_later = () if own is None else own.co_names  # `self.score = ...`
         readme = f"{'trainer' if where.startswith('trainer') else 'rollout'}/README.md"
         for names in methods:
-            if not any(hasattr(attribute, name) for name in names):
+            if not any(hasattr(attribute, name) or name in set_later for name in names):
                 yield f"`{where}` is {kind!r}: a class without `{'` or `'.join(names)}`; see {readme}"
 
 

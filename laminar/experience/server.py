@@ -1,8 +1,8 @@
 """The bundled Valkey server: data in one folder, reachable from this machine only, gone with the process that started it.
 
 Invariants: nothing is ever evicted (`noeviction`); an append-only file lets a restart on the same folder find the data
-again, but for the last second or two: where a loss of power tore the file's end, that is cut off; the password is new each
-time and stands only in files that nobody else may read.
+again, but for the last second or two: where a loss of power tore the file, it is cut there, and a copy kept; the password is
+new each time and stands only in files that nobody else may read.
 
 This module does not know what is stored in the server.
 """
@@ -10,6 +10,7 @@ This module does not know what is stored in the server.
 import contextlib
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -94,6 +95,8 @@ class EmbeddedServer:
                 self._port = 0
             elif TORN not in said or not self._cut_torn_end(binary):
                 break
+            else:
+                deadline = time.monotonic() + self._start_seconds
         data = self._folder / "appendonlydir"
         remedy = f"move {data} away, for a run that is resumed restores what it needs; " if TORN in said else ""
         raise EnvironmentSetupError(
@@ -146,11 +149,12 @@ class EmbeddedServer:
             )
 
     def _cut_torn_end(self, binary: Path) -> bool:
-        """Cut off what follows the last whole command of the newest append-only file; whether there was anything."""
+        """Cut the newest append-only file at its first damage, and keep a copy; whether there was anything to cut."""
         files = (self._folder / "appendonlydir").glob("*.incr.aof")
         newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
         if newest is None:
             return False
+        shutil.copyfile(newest, self._folder / "damaged.aof")
         size, command = newest.stat().st_size, [CHECKER, "--fix", str(newest)]
         with (self._folder / "valkey.log").open("ab") as log, contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(command, executable=binary, input=b"y\n", stdout=log, stderr=log, timeout=self._start_seconds)

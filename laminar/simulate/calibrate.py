@@ -5,7 +5,7 @@ Its own config is played to learn what a trainer GPU does in a second, and by wh
 until simulated trajectories take as long a token as the recorded ones did. Both then hold for any setting.
 """
 
-import json
+import contextlib
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import ConfigError
-from laminar.json_lines import iterate_lines
+from laminar.json_lines import iterate_lines, parse_line
 from laminar.simulate.from_config import Setting
 from laminar.simulate.mapping import play
 from laminar.simulate.timings import Lengths, StepTimes
@@ -119,19 +119,24 @@ def _newest(folder: Path) -> list[_Numbers]:
 
 def _numbers_of(path: Path) -> Iterator[_Numbers]:
     for _, _, lines in read_members(path):
-        for record in map(json.loads, lines):
-            if record["failure"] or record["purpose"] != "train":
-                continue
-            prompt, observations = _given_tokens(record)
-            yield _Numbers(
-                time=record["time"],
-                sampled=float(record["num_sampled_tokens"]),
-                prompt=prompt,
-                observations=observations,
-                gaps=max(0, len(record["turns"]) - 1),
-                generating=record["timings"]["generate"],
-                environment=record["timings"]["environment"],
-            )
+        for line in lines:
+            with contextlib.suppress(KeyError, TypeError, AttributeError):  # a line of another shape
+                record = parse_line(line) or {}
+                if not record["failure"] and record["purpose"] == "train":
+                    yield _numbers(record)
+
+
+def _numbers(record: Mapping[str, Any]) -> _Numbers:
+    prompt, observations = _given_tokens(record)
+    return _Numbers(
+        time=record["time"],
+        sampled=float(record["num_sampled_tokens"]),
+        prompt=prompt,
+        observations=observations,
+        gaps=max(0, len(record["turns"]) - 1),
+        generating=record["timings"]["generate"],
+        environment=record["timings"]["environment"],
+    )
 
 
 def calibrate(own: Setting, observed: Observed) -> Calibration:

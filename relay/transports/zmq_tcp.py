@@ -67,14 +67,18 @@ class ZmqTransport:
         """Run `handle` for everybody who connects, until cancelled or closed."""
         assert self._router is not None, "start first"
         async with asyncio.TaskGroup() as group:
+            handlers: list[asyncio.Task[None]] = []
             while not self._router.closed:
                 sender, *frames = await self._router.recv_multipart(copy=False)
                 identity = sender.bytes
                 if identity not in self._inboxes:
                     inbox = self._inboxes[identity] = _Inbox()
-                    group.create_task(self._handle(handle, identity, _Served(self._router, identity, inbox)))
+                    served = _Served(self._router, identity, inbox)
+                    handlers.append(group.create_task(self._handle(handle, identity, served)))
                 if (known := self._inboxes[identity]) is not None:
                     known.put(frames)
+            for handler in handlers:  # nothing comes to them any more
+                handler.cancel()
 
     async def _handle(self, handle: Handler, identity: bytes, connection: "_Served") -> None:
         try:

@@ -19,7 +19,7 @@ from rollout.rewards.base import RewardContext
 from rollout.sandbox.containers import Container, shared_pool
 from rollout.sandbox.run import GRACE_SECONDS, Limits, Outcome, Program, python_program, run
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"```[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)```", re.DOTALL)
 _PYTHON_TAGS = ("python", "python3", "py", "py3")
 _JUDGE = Path(__file__).with_name("judged_program.py")
 

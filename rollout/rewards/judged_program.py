@@ -6,6 +6,7 @@ its names.
 """
 
 import contextlib
+import linecache
 import os
 import sys
 import types
@@ -29,6 +30,7 @@ def _was_raised_by_the_answer(error: BaseException) -> bool:
 
 def _judge() -> None:
     secret, solution, asserts = _read("secret"), _read("solution.py"), _read("asserts.py")
+    linecache.cache["solution.py"] = (len(solution), None, solution.splitlines(keepends=True), "solution.py")
     module = types.ModuleType("solution")
     sys.modules["solution"] = sys.modules["__main__"] = module
     with contextlib.suppress(SystemExit):  # what it has defined by then is judged

@@ -219,7 +219,8 @@ async def _judge_together(term: Term, judge: Callable[..., Any], contexts: Seque
     what = f"reward {term.name!r}"
     try:
         values = await _call(term, judge, contexts)
-        is_list = isinstance(values, Sequence | np.ndarray) and not isinstance(values, str | bytes) and np.ndim(values) > 0
+        is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+        is_list = is_list or (isinstance(values, np.ndarray) and values.ndim > 0)
         if not is_list or len(values) != len(contexts):
             count = f"{len(values)} values" if is_list else f"a {type(values).__name__}"
             raise EpisodeError(

@@ -24,9 +24,14 @@ def main() -> int:
     except OSError as error:
         print(f"{command[0]} could not be started: {error}", file=sys.stderr)
         return NOT_STARTED
-    select.select([lifeline, os.pidfd_open(program.pid)], [], [])
-    status = program.poll()
-    jail.kill_all(program.pid)
+    try:
+        ends = select.poll()  # unlike `select`, for descriptors of any number
+        for descriptor in (lifeline, os.pidfd_open(program.pid)):
+            ends.register(descriptor, select.POLLIN)
+        ends.poll()
+        status = program.poll()
+    finally:
+        jail.kill_all(program.pid)
     if status is None:
         return 1
     return status if status >= 0 else 128 - status

@@ -94,6 +94,8 @@ async def test_asserts_have_passed_only_if_they_were_reached_and_ran_to_their_en
         ("```Python3\na\n```", "a\n"),
         ("1. First:\n   ```py title=x\n   a\n   ```", "   a\n   "),
         ("```python\na```", "a"),
+        ("Here: ```python\na\n```\nDone.", "a\n"),
+        ("> ```python\na\n```", "a\n"),
         ("```cpp\na\n```", "```cpp\na\n```"),
         ("print(1)", "print(1)"),
     ],
@@ -135,7 +137,7 @@ async def test_code_that_cannot_be_written_is_told_to_the_policy():
 
 @pytest.mark.slow
 async def test_the_wait_for_other_programs_does_not_count_as_an_answers_time():
-    options = CodeTests.Options(limits=Limits(isolation="if_available", wall_seconds=2.0), num_parallel=1)
+    options = CodeTests.Options(limits=Limits(isolation="if_available", wall_seconds=5.0), num_parallel=1)
     scorer = RewardScorer([Term("code", CodeTests(options), timeout_seconds=1.0)])
     codes = [*["while 1: pass"] * 3, "print(5)"]
     scores = await asyncio.gather(*(scorer.score(context(code, ECHO[:1])) for code in codes))

@@ -274,9 +274,9 @@ def test_more_than_one_gpu_comes_whole(folder, setting):
 
 
 def test_a_window_of_spikes_in_which_nothing_would_be_judged_is_refused(folder):
-    text = "trainer.spikes.window_updates = 8"
+    text = 'trainer.spikes = {action = "stop", window_updates = 8}'
     assert "below `trainer.spikes.min_updates` = 16: nothing would ever be judged" in refusal(folder, text)
-    assert warnings(folder, text + '\ntrainer.spikes.action = "off"') == []
+    assert warnings(folder, "trainer.spikes.window_updates = 8") == []
 
 
 def test_an_evaluation_that_is_off_demands_nothing(folder):

@@ -81,7 +81,9 @@ async def test_all_siblings_are_seen_in_one_call_with_what_they_have_been_given(
     assert (second.reward, second.reward_terms) == (2.0 * -0.5, {"exact": 0.0, "rank": -0.5})
 
 
-@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0, 3.0], [1.0, None], [1.0, float("nan")], 1.0, np.asarray(1.0)])
+@pytest.mark.parametrize(
+    "values", [[1.0], [1.0, 2.0, 3.0], [1.0, None], [1.0, float("nan")], 1.0, np.asarray(1.0), [1.0, [2.0]]]
+)
 async def test_anything_but_one_number_for_each_fails_the_whole_group_as_a_bug(values):
     trajectories = await judged(Together(values), played(0), played(1), max_attempts=3)
     assert [t.failure.kind for t in trajectories] == [FailureKind.USER_BUG] * 2

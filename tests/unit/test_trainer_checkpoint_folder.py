@@ -168,6 +168,7 @@ def test_a_damaged_checkpoint_takes_no_whole_ones_place(tmp_path):
     assert find_latest(tmp_path) == oldest
     newest = save(tmp_path, 25, keep=2)
     assert complete_checkpoints(tmp_path) == [oldest, lost, newest]
+    assert (tmp_path / f"{damaged.name}.superseded" / "manifest.json").exists()
     (newest / "model" / "shard_0").unlink()
     assert find_latest(tmp_path) == oldest
     again = save(tmp_path, 30, keep=1)
