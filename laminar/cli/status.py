@@ -10,6 +10,7 @@ import typer
 
 from laminar.dashboard.source import RunSource
 from laminar.run_folder import RunFolder
+from laminar.telemetry.report import reward_of
 
 RECENT_STEPS = 20
 """Over which tokens a second are told: one step alone says little."""
@@ -60,7 +61,7 @@ def collect(folder: RunFolder) -> dict[str, Any]:
         last, recent = source.history.latest(), source.history.recent(RECENT_STEPS)
         facts |= {
             "step": source.history.steps[-1],
-            "reward": round(last.get("reward/mean", float("nan")), 4),
+            "reward": round(float("nan") if (reward := reward_of(last)) is None else reward, 4),
             "staleness_max": last.get("staleness/versions_max"),
             "trained_tokens_per_s": round(recent.get("throughput/trained_tokens_per_second", 0)),
             "generated_tokens_per_s": round(recent.get("throughput/generated_tokens_per_second", 0)),

@@ -4,7 +4,7 @@ Throughput uses one span above and below the line: tokens of a step over the sec
 means of tokens, never means of means. Generated and trained are two numbers.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,9 @@ LARGEST = (
 SMALLEST = ("weights/broadcast_bytes_per_second", "weights/pull_bytes_per_second")
 """What relays and workers last measured of a version, shown with every step as that of the worst of them."""
 
+REMEMBERED_STEPS = 1000
+"""That a late report is held against."""
+
 UNKNOWN = -1.0
 """Version number of an engine that is being restarted."""
 
@@ -36,13 +39,15 @@ UNKNOWN = -1.0
 class GenerationMeter:
     """Splits generated tokens into those made while a step was running and the others.
 
-    Workers report running totals; between two reports tokens are taken as evenly spread.
+    Workers report running totals; between two reports tokens are taken as evenly spread. A report may come after the end
+    of a step in which its tokens were made.
     """
 
     total: float = 0.0
     during_steps: float = 0.0
     _last: dict[str, tuple[float, float]] = field(default_factory=dict)
     _pending: list[tuple[float, float, float]] = field(default_factory=list)
+    _steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
 
     def report(self, role: str, time: float, running_total: float) -> None:
         """A worker has sampled `running_total` tokens by `time`; a smaller total than before means it was restarted."""
@@ -52,6 +57,9 @@ class GenerationMeter:
         if made > 0:
             self.total += made
             self._pending.append((last_time, time, made))
+            for started, ended in self._steps:
+                if ended > last_time:
+                    self._settle(started, ended)
 
     def begin(self, role: str, time: float, running_total: float) -> None:
         """A worker had sampled so many tokens by then, which are not to be counted here."""
@@ -59,6 +67,10 @@ class GenerationMeter:
 
     def settle_step(self, started: float, ended: float) -> None:
         """A step trained from `started` to `ended`: count what was generated meanwhile."""
+        self._settle(started, ended)
+        self._steps.append((started, ended))
+
+    def _settle(self, started: float, ended: float) -> None:
         later = []
         for first, last, tokens in self._pending:
             span = max(last - first, 1e-9)

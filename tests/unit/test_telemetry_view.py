@@ -126,6 +126,23 @@ def test_tokens_generated_while_a_step_ran_are_split_by_time():
     assert meter.during_steps == pytest.approx(40 + 10 + 100)
 
 
+@pytest.mark.parametrize("length", [0.1, 0.2, 0.5, 1.0, 5.0])
+def test_tokens_that_are_reported_after_the_end_of_their_step_count_for_it(length):
+    """One worker, 1,000 tokens/s without a pause, told every 0.5 s; steps follow each other from 0.17 s to about 59 s."""
+    meter = GenerationMeter()
+    reports = [(0.5 * k + 1e-6, None, 0.5 * k) for k in range(1, 121)]
+    count = int((59 - 0.17) / length)
+    steps = [(0.17 + (k + 1) * length, 0.17 + k * length, 0.0) for k in range(count)]
+    meter.begin("a", 0.0, 0.0)
+    for at, started, until in sorted(reports + steps, key=lambda event: event[0]):
+        if started is None:
+            meter.report("a", until, 1000 * until)
+        else:
+            meter.settle_step(started, at)
+    assert meter.total == 60_000
+    assert meter.during_steps == pytest.approx(1000 * count * length)
+
+
 def test_a_restarted_worker_counts_its_new_tokens_only_once():
     meter = GenerationMeter()
     meter.report("a", 0.0, 0)
