@@ -130,7 +130,8 @@ class AgentPlayer:
             turns = calls.turns()
             if not turns:
                 raise EpisodeError(FailureKind.USER_BUG, "the agent ended without a call, so there is nothing to train")
-            return await self._judge(session, prompt, identity), calls.spent or turns[-1].finish_reason
+            score, last = await self._judge(session, prompt, identity), turns[-1].finish_reason
+            return score, last if last is FinishReason.LENGTH else calls.spent or last  # a cut answer stays one (D10)
         except EpisodeError as error:
             timed_out = error.failure.kind is FailureKind.TIMEOUT
             return Score(None, failure=error.failure), FinishReason.WALL_TIME if timed_out else None

@@ -216,12 +216,18 @@ class _Episode:
         return result.observation
 
     def _limit(self) -> FinishReason:
-        """Which budget ends an episode that its environment has not ended: turns, or else tokens."""
-        is_last = self.max_turns is not None and len(self.transcript.turns) >= self.max_turns
-        return FinishReason.MAX_TURNS if is_last else FinishReason.MAX_TOKENS
+        """Which budget ends an episode that its environment has not ended: turns, or else tokens.
+
+        A last turn that was cut is no whole answer, however many turns there may be (case D10).
+        """
+        is_cut = self.transcript.turns[-1].finish_reason is FinishReason.LENGTH
+        return FinishReason.MAX_TURNS if self._is_out_of_turns() and not is_cut else FinishReason.MAX_TOKENS
+
+    def _is_out_of_turns(self) -> bool:
+        return self.max_turns is not None and len(self.transcript.turns) >= self.max_turns
 
     def _is_spent(self) -> bool:
-        return self._limit() is FinishReason.MAX_TURNS or self.sampler.budget(self.transcript) <= 0
+        return self._is_out_of_turns() or self.sampler.budget(self.transcript) <= 0
 
     async def _judge(self) -> Score:
         """The environment's terms, each of weight 1, and the configured ones."""

@@ -106,6 +106,7 @@ class _Wait:
     rounds_noticed: int = 0
     num_judged: int = 0
     num_filtered: int = 0
+    num_cut: int = 0
     num_passed: int = 0
     rewards: list[float] = field(default_factory=list)
 
@@ -208,6 +209,7 @@ class BatchSource:
                 self._judged[group_id] = _Judged(group, newest_trained_number(group), time.monotonic())
             else:
                 useless.append(group_id)
+                wait.num_cut += all(t.is_truncated for t in group if t.failure is None)
         wait.num_judged += len(new)
         wait.num_filtered += len(useless)
         if useless:
@@ -225,7 +227,7 @@ class BatchSource:
         if rounds < trainer.max_filter_rounds or rounds <= wait.rounds_noticed:
             return
         text = f"{rounds} rounds of {self._batch_size} groups gave no batch: " + describe_useless(
-            wait.num_filtered, num_failed, failures
+            wait.num_filtered, wait.num_cut, num_failed, failures
         )
         if trainer.on_uninformative == "stop":
             raise RunFailedError(text)
@@ -304,8 +306,11 @@ class BatchSource:
         await self._buffer.evict(group_ids, reason, reissue=True)
 
 
-def describe_useless(num_filtered: int, num_failed: int, failures: Counter[str]) -> str:
-    """A sentence that says what was wrong with groups, failed ones apart from uninformative ones, and what to do."""
+def describe_useless(num_filtered: int, num_cut: int, num_failed: int, failures: Counter[str]) -> str:
+    """A sentence that says what was wrong with groups, failed ones apart from uninformative ones, and what to do.
+
+    In `num_cut` of the uninformative ones the length limit ended every answer.
+    """
     parts = []
     if num_failed:
         kinds = ", ".join(f"{kind}: {count}" for kind, count in failures.most_common())
@@ -315,6 +320,8 @@ def describe_useless(num_filtered: int, num_failed: int, failures: Counter[str])
             f"{num_filtered} were uninformative: the task is too easy, too hard or broken; look at the rewards, or set "
             "trainer.algorithm.options.filter_zero_variance = false"
         )
+    if num_cut:
+        parts.append(f"in {num_cut} of these every answer was cut at the length limit; raise rollout.max_new_tokens")
     return "; ".join(parts)
 
 

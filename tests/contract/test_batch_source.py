@@ -1,6 +1,7 @@
 """Making batches on a real server: bounds held under a fast producer with stragglers, policies, filters, waits by name."""
 
 import asyncio
+import dataclasses
 import random
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError, RunFailedError
 from laminar.policies.masking import num_over_age_tokens, oldest_trained_number, trained_mask
 from laminar.telemetry.registry import check_declared
-from laminar.types import EvictionReason, GroupState
+from laminar.types import EvictionReason, FinishReason, GroupState
+from trainer.algorithms.policy_gradient import PolicyGradient
+from trainer.algorithms.presets import GrpoOptions
 from trainer.sampling import BatchSource
 
 pytestmark = pytest.mark.heavy
@@ -234,6 +237,24 @@ async def test_nothing_but_useless_groups_ends_the_run_with_the_reason(make_run,
 
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         group.create_task(produce(run, trajectory_maker.play, state, seed=0))
+        group.create_task(consume())
+
+
+async def test_answers_that_are_all_cut_are_named_as_the_reason_with_the_setting(make_run, trajectory_maker):
+    run = await make_run(max_staleness=2, prompts_per_step=2)
+    source = make_source(run, config(2), keeps=PolicyGradient(GrpoOptions(mask_truncated=True)).keeps)
+    state = {"published": 0, "done": False}
+
+    def play_cut(*args, **settings):
+        return dataclasses.replace(trajectory_maker.play(*args, **settings), finish_reason=FinishReason.LENGTH)
+
+    async def consume():
+        with pytest.raises(RunFailedError, match=r"in (\d+) of these every answer was cut .* raise rollout.max_new_tokens"):
+            await source.next_batch(0, 1, lambda: False)
+        state["done"] = True
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(produce(run, play_cut, state, seed=0))
         group.create_task(consume())
 
 

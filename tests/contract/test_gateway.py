@@ -339,6 +339,20 @@ async def test_an_agent_that_ends_on_a_spent_budget_is_judged_as_it_stands(play)
     assert (trajectory.reward, trajectory.finish_reason, len(trajectory.turns)) == (1.0, FinishReason.MAX_TURNS, 2)
 
 
+@pytest.mark.parametrize("num_calls", [2, 3], ids=["as many calls as may be", "one too many"])
+async def test_an_agent_whose_last_answer_was_cut_is_truncated(play, num_calls):
+    """Case D10: also if it tries a further call and the turns are what refuses it."""
+
+    async def agent(task):
+        for _ in range(num_calls):
+            await post(task, "/chat/completions", {"messages": question(task)})
+        return 1.0
+
+    trajectory, _ = await play(agent, "5", "6789", max_turns=2, max_new_tokens=3)
+    assert [turn.finish_reason for turn in trajectory.turns] == [FinishReason.STOP, FinishReason.LENGTH]
+    assert (trajectory.reward, trajectory.is_truncated) == (1.0, True)
+
+
 async def test_a_spent_budget_without_any_reward_says_what_to_catch(play):
     async def agent(task):
         for _ in range(2):

@@ -374,6 +374,16 @@ async def test_the_turn_budget_ends_an_episode_with_its_own_reason(tokenizer_of)
     assert trajectory.chains[0].mask()[-1]
 
 
+async def test_an_answer_that_is_cut_in_the_last_turn_allowed_is_truncated(tokenizer_of):
+    """Case D10: what the length limit cut is no answer of the policy's, whichever budget ends the episode."""
+    tokenizer = tokenizer_of("smollm")
+    whole = tokenizer.encode_observation("a<|im_end|>").tolist()
+    turns = [(whole, FinishReason.STOP), (whole[:1], FinishReason.LENGTH)]
+    trajectory, engine = await play(tokenizer, turns, ["1", "2"], max_turns=2)
+    assert [turn.finish_reason for turn in trajectory.turns] == [FinishReason.STOP, FinishReason.LENGTH]
+    assert (len(engine.seen), trajectory.finish_reason, trajectory.is_truncated) == (2, FinishReason.MAX_TOKENS, True)
+
+
 @pytest.mark.parametrize(("room", "num_turns"), [(0, 1), (1, 2)])
 async def test_the_token_budget_ends_an_episode_before_an_observation_that_leaves_no_room(tokenizer_of, room, num_turns):
     tokenizer = tokenizer_of("smollm")

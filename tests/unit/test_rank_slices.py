@@ -193,6 +193,20 @@ def test_a_rank_that_answers_late_for_an_earlier_version_is_named_with_it(tmp_pa
         load.check(THREE)
 
 
+@pytest.mark.parametrize("error", [IndexError("tuple index out of range"), TypeError("no"), MemoryError()])
+def test_whatever_fails_a_rank_is_said_in_its_receipt(tmp_path, error):
+    """A rank that raised would leave the others in a barrier, and the sender without the cause."""
+
+    def fail():
+        raise error
+
+    load = PinnedLoad(tmp_path / "request.json", 1)
+    load.ask(tmp_path, TWO)
+    write_receipt(load.request, str(TWO), 0, fail)
+    with pytest.raises(EngineError, match=rf"rank 0 of 1 did not load 0\.2: {type(error).__name__}: {error}"):
+        load.check(TWO)
+
+
 def test_a_rank_that_never_answered_is_named(machine):
     """Cases D15 (d): the receipt of an earlier version does not count."""
     store, publisher, ranks = machine

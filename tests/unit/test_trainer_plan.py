@@ -89,6 +89,22 @@ def test_a_batch_of_truncated_trajectories_is_skipped_with_a_reason():
     assert plan.mini_batches == ()
 
 
+CUT = [trajectory("a", 3, 0.0, finish=FinishReason.LENGTH), trajectory("b", 3, 1.0, finish=FinishReason.MAX_TOKENS)]
+
+
+@pytest.mark.parametrize(
+    ("group", "is_kept"),
+    [(CUT, False), ([*CUT, failed("c")], False), ([*CUT, trajectory("c", 2, 0.0)], True)],
+    ids=["all cut", "all cut or failed", "one whole"],
+)
+@pytest.mark.parametrize("filters", [True, False])
+def test_a_group_without_an_answer_to_train_is_not_kept(group, is_kept, filters):
+    """Even if its rewards differ: it would fill a place in the batch and train nothing."""
+    masking = GrpoOptions(mask_truncated=True, filter_zero_variance=filters)
+    assert PolicyGradient(masking).keeps(group) is is_kept
+    assert PolicyGradient(GrpoOptions(filter_zero_variance=filters)).keeps(group)
+
+
 def test_lengths_are_counted_before_masks_and_truncation_by_stop_reason():
     metrics = batch_metrics([D10], trained_on=0)
     assert metrics["rollout/truncated_ratio"] == 0.25

@@ -55,13 +55,14 @@ class PolicyGradient(Algorithm):
     def keeps(self, group: Sequence[Trajectory]) -> bool:
         """Whether a complete group is worth training; asked before the batch is taken."""
         options = self.options
-        if not self.can_compare(group):
+        if not self.can_teach(group):
             return False
         return not options.filter_zero_variance or is_informative([t.reward for t in group], options.variance_tolerance)
 
-    def can_compare(self, group: Sequence[Trajectory]) -> bool:
-        """Whether a group has the greedy answer, if the others are compared with it: without, it teaches nothing."""
-        return self.options.baseline != "greedy" or any(is_greedy(t) and t.reward is not None for t in group)
+    def can_teach(self, group: Sequence[Trajectory]) -> bool:
+        """Whether a group has an answer to train, and the greedy one if the others are compared with it."""
+        has_baseline = self.options.baseline != "greedy" or any(is_greedy(t) and t.reward is not None for t in group)
+        return has_baseline and any(t.failure is None and t.purpose is Purpose.TRAIN and self.trains(t) for t in group)
 
     def trains(self, trajectory: Trajectory) -> bool:
         """Whether a trajectory without failure enters the loss, above and below the line."""

@@ -45,8 +45,8 @@ class SafeRlhf(PolicyGradient):
         self.multiplier = max(state.get("multiplier", self.safety.multiplier), least_multiplier(self.safety))
 
     def keeps(self, group: Sequence[Trajectory]) -> bool:
-        """Whether a group's rewards or its costs differ, and there is what they are compared with."""
-        if not self.can_compare(group):
+        """Whether a group's rewards or its costs differ, and there is an answer to train."""
+        if not self.can_teach(group):
             return False
         good = [trajectory for trajectory in group if trajectory.failure is None]
         tolerance = self.safety.variance_tolerance
