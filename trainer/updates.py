@@ -144,9 +144,12 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     *reduced, value_loss_sum = engine.ranks.sum_shares([*sums.tolist(), value_loss_sum])
     computed = time.perf_counter()
     figures = {"loss": abs(reduced[0]) / plan.denominator, "KL": reduced[_SUMS.index("rollout_kl")] / plan.num_tokens}
-    is_defined = all(map(math.isfinite, (*figures.values(), value_loss_sum)))  # else another net's
+    if engine.critic is not None and not engine.critic.has_finite_gradient():
+        undefined = undefined or "the critic's gradient is not finite"
+    has_broken_critic = not math.isfinite(value_loss_sum) or _has_broken_gradient(engine)
+    is_defined = all(map(math.isfinite, figures.values())) and not has_broken_critic  # else another net's
     spike = engine.spikes.find(figures) if is_defined else None
-    update, spike = _update_unless_spike(work, spike, refuse=not math.isfinite(value_loss_sum))
+    update, spike = _update_unless_spike(work, spike, refuse=has_broken_critic)
     critic_update = None
     if engine.critic is not None:
         critic_update = engine.critic.update(work.rate, math.inf if update.applied else REFUSE)
@@ -164,6 +167,11 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
         if not critic_update.applied:
             return f"the critic's gradient norm is {critic_update.grad_norm}, so only the policy had the last update"
     return None
+
+
+def _has_broken_gradient(engine: TrainerEngine) -> bool:
+    """Whether the critic's gradient is not finite on any rank; all call it together."""
+    return engine.critic is not None and engine.ranks.sum([not engine.critic.has_finite_gradient()])[0] > 0
 
 
 def _update_unless_spike(work: Work, spike: Spike | None, *, refuse: bool) -> tuple[Update, Spike | None]:

@@ -209,14 +209,29 @@ def test_an_undefined_value_loss_leaves_policy_and_critic_as_they_were_and_names
     assert same(state(engine), before)
 
 
-def test_a_policys_update_counts_when_only_the_critics_gradient_is_undefined(model, ranks):
-    """Its norm is known only when the policy's update has been made."""
-    engine, algorithm = make_run(model, ranks, "notice", kind="ppo")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_undefined_gradient_of_the_critic_leaves_policy_and_critic_as_they_were(stage, model, ranks):
+    """Its loss is finite."""
+    engine, algorithm = make_run(model, ranks, "notice", kind="ppo", stage=stage)
     backward = engine.critic.backward
     engine.critic.backward = lambda loss: backward(loss * float("nan"))
+    before = state(engine)
+    report = train_step(engine, algorithm, make_groups(1), 1)
+    assert report.skipped_reason == "the critic's gradient is not finite; 0 of 1 updates were applied"
+    assert report.trained_tokens == 0
+    assert same(state(engine), before)
+    engine.critic.backward = backward
+    assert train_step(engine, algorithm, make_groups(2), 2).skipped_reason is None
+
+
+def test_a_policys_update_counts_when_only_the_norm_of_the_critics_gradient_is_infinite(model, ranks):
+    """It is known only when the policy's update has been made; gradients near 1e28 are finite, their squares are not."""
+    engine, algorithm = make_run(model, ranks, "notice", kind="ppo")
+    backward = engine.critic.backward
+    engine.critic.backward = lambda loss: backward(loss * 1e28)
     before = dict(state(engine))
     report = train_step(engine, algorithm, make_groups(1), 1)
-    told = "the critic's gradient norm is nan, so only the policy had the last update; 1 of 1 updates were applied"
+    told = "the critic's gradient norm is inf, so only the policy had the last update; 1 of 1 updates were applied"
     assert report.skipped_reason == told
     assert report.trained_tokens == 12
     after = state(engine)
