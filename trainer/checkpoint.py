@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from laminar.errors import ConfigError, EnvironmentSetupError
+from relay.model_files import copy_model_files
 from trainer import checkpoint_folder
 from trainer.engine import TrainerEngine
 from trainer.optimizer_shares import SavedShares
@@ -30,7 +31,6 @@ _MODEL = "model/model.safetensors"
 _ADAPTER = "adapter/adapter_model.safetensors"
 _CRITIC = "critic.safetensors"
 _OPTIMIZER = "optimizer"
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def save(root: Path, step: int, engine: TrainerEngine, extra: dict[str, Any], keep: int) -> Path:
@@ -53,7 +53,7 @@ def save(root: Path, step: int, engine: TrainerEngine, extra: dict[str, Any], ke
 
     def make() -> None:
         if ranks.is_first:
-            _copy_model_files(Path(engine.config.model.path), checkpoint_folder.begin(root, step) / "model")
+            copy_model_files(Path(engine.config.model.path), checkpoint_folder.begin(root, step) / "model")
             if engine.adapters is not None:
                 (temporary / _ADAPTER).parent.mkdir()
                 engine.adapters.write_config((temporary / _ADAPTER).parent)
@@ -108,14 +108,6 @@ def agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
     """The newest whole checkpoint as rank 0 sees it, on every rank; see `checkpoint_folder.find_latest`."""
     name = ranks.decide(lambda: str(checkpoint_folder.find_latest(root) or "").encode()).decode()
     return Path(name) if name else None
-
-
-def _copy_model_files(origin: Path, folder: Path) -> None:
-    """Copy everything but weights: config, tokenizer, the model's own code."""
-    folder.mkdir()
-    for file in sorted(origin.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
-            shutil.copyfile(file, folder / file.name)
 
 
 def _write_policy(folder: Path, engine: TrainerEngine) -> None:
