@@ -26,6 +26,7 @@ from laminar.config.sizes import (
     published_bytes,
     read_model_size,
     shares,
+    slot_bytes,
 )
 
 _COLUMNS = 100
@@ -186,7 +187,11 @@ def _weight_lines(config: LaminarConfig) -> list[str]:
         *lines,
         _row("parameters", size.num_parameters, ""),
         _row("bytes a version", _in_bytes(one), f"model.dtype = {config.model.dtype}"),
-        _row("shared memory", _in_bytes(one * slots), "on each machine that runs engines or trains"),
+        _row(
+            "shared memory",
+            _in_bytes(slot_bytes(one) * slots),
+            "on each machine that runs engines or trains, 4 MiB beside each slot",
+        ),
     ]
 
 

@@ -180,6 +180,14 @@ def test_too_few_open_files_and_a_missing_engine_are_found_with_remedies(monkeyp
     assert "set relay.root" in bad["shared memory"]
 
 
+def test_shared_memory_is_needed_for_whole_pages_and_what_goes_with_each_slot(tmp_path):
+    header = b'{"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4000))
+    settings = config().model_copy(update={"model": config().model.model_copy(update={"path": str(tmp_path)})})
+    (found,) = (finding.text for finding in doctor.examine(settings) if finding.name == "shared memory")
+    assert "12.6 MB needed for 3 slots" in found  # 3 x (4096 + 4 MiB)
+
+
 @pytest.mark.parametrize("below", ["", "/runs"])
 def test_a_run_folder_that_would_lie_in_a_file_is_found(tmp_path, below):
     (tmp_path / "file").write_text("")
