@@ -53,7 +53,7 @@ class Corpus:
 class Search:
     """Gives one tool, `search(query)`."""
 
-    name = "search"
+    tool_name = "search"
 
     class Options(Section):
         """Settings of `search`."""

@@ -131,8 +131,8 @@ async def _caught(call: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def name_of(attribute: Any) -> str | None:
-    """What a function, or a class with a `name`, is called as a tool; None of a source that tells once it is open."""
-    name = getattr(attribute, "name", None) if isinstance(attribute, type) else tool_from_function(attribute).name
+    """What a function, or a class with a `tool_name`, is called as a tool; None of a source that tells once it is open."""
+    name = getattr(attribute, "tool_name", None) if isinstance(attribute, type) else tool_from_function(attribute).name
     return name if isinstance(name, str) else None
 
 
