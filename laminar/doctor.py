@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import num_weight_slots, published_bytes, read_model_size
+from laminar.config.sizes import num_weight_slots, published_bytes, read_model_size, slot_bytes
 from laminar.dashboard.address import bind
 from laminar.errors import LaminarError
 from laminar.experience.client import check_server, connect
@@ -94,7 +94,7 @@ def _memory(config: LaminarConfig | None) -> Iterator[Finding]:
         yield Finding("good", "shared memory", f"{_gigabytes(free)} free in {root}")
         return
     slots = num_weight_slots(config)
-    needed = published_bytes(config, size) * slots
+    needed = slot_bytes(published_bytes(config, size)) * slots
     text = f"{_gigabytes(free)} free in {root}, {_gigabytes(needed)} needed for {slots} slots for weights"
     remedy = "; give the container more (--shm-size), or set relay.root to a larger memory-backed folder"
     yield Finding("good" if free >= needed else "bad", "shared memory", text + ("" if free >= needed else remedy))
