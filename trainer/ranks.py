@@ -117,10 +117,6 @@ class Ranks:
         counts = self.sequence is None or self.sequence.place == 0
         return self.sum(values if counts else [0.0] * len(values))
 
-    def barrier(self) -> None:
-        """Wait for all ranks, at most for the process group's deadline."""
-        self.sum([0.0])
-
     def leave(self) -> None:
         """Close the process group."""
         if dist.is_initialized():
