@@ -34,6 +34,7 @@ from laminar.experience.client import connect
 from laminar.experience.partial import Partial, PartialPool
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
+from laminar.telemetry.clock import REPORT_SECONDS
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import Puller, open_puller
@@ -61,7 +62,6 @@ logger = logging.getLogger("laminar.rollout.worker")
 CONNECT_SECONDS = 60.0
 CLAIM_PAUSE_SECONDS = 0.03
 """Pause after a claim that was refused."""
-REPORT_SECONDS = 0.5
 EVENT_WAIT_SECONDS = 5.0
 """One wait for news from the data module; shorter than its connections' deadline."""
 VERSION_WAIT_SECONDS = 5.0

@@ -121,10 +121,6 @@ class Ranks:
         """As `sum`, of values that follow from a rank's rows: each share counts once, however many ranks have it."""
         return self.sum(values if self.speaks_for_share else [0.0] * len(values))
 
-    def barrier(self) -> None:
-        """Wait for all ranks, at most for the process group's deadline."""
-        self.sum([0.0])
-
     def leave(self) -> None:
         """Close the process group."""
         if dist.is_initialized():

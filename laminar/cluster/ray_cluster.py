@@ -19,6 +19,7 @@ from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar.allocator import exempt_from_collection, keep_freed_memory
+from laminar.cluster.housekeeping import LOG_BYTES, OLD_LOGS
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, RoleSpec
 from laminar.config.load import append_user_modules
 from laminar.config.root import LaminarConfig
@@ -26,10 +27,6 @@ from laminar.errors import ConfigError, DeadlineError, EnvironmentSetupError, La
 
 LOOPBACK = "127.0.0.1"
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-
-LOG_BYTES = 32 * 1024**2
-OLD_LOGS = 2
-"""A role's log is rotated at this size, and so many old ones are kept."""
 
 OBJECT_STORE_BYTES = 80 * 1024**2
 """Ray's smallest object store: no data of ours passes through it."""

@@ -20,7 +20,7 @@ from laminar.config.addresses import HttpUrl
 from laminar.config.section import Section
 from laminar.types import FailureKind, Prompt
 from rollout.boundary import EpisodeError
-from rollout.rewards.base import RewardContext, reference_answer
+from rollout.rewards.base import RewardContext, missing_reference, reference_answer
 
 _PLACES = {"question", "answer", "reference"}
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
@@ -110,11 +110,7 @@ class Judge:
         """What keeps this prompt from being judged."""
         if "{reference}" not in self._options.question:
             return None
-        try:
-            reference_answer(prompt, self._options.answer_field)
-        except ValueError as error:
-            return str(error)
-        return None
+        return missing_reference(prompt, self._options.answer_field)
 
     async def score(self, context: RewardContext) -> float:
         """Between 0.0 and 1.0."""

@@ -200,11 +200,6 @@ def loss_denominator(
     return max(num_sequences, 1) * fixed_tokens
 
 
-def exclude_rows(mask_BT: Tensor, excluded_B: Tensor) -> Tensor:
-    """The mask without the given rows (truncated ones, for instance)."""
-    return mask_BT & ~excluded_B[:, None]
-
-
 def non_finite_row(values_BT: Tensor, mask_BT: Tensor) -> int | None:
     """Index of the first row with a NaN or infinity at an unmasked place; None if there is none."""
     bad_B = (~torch.isfinite(values_BT) & mask_BT).any(dim=1)
