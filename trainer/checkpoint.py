@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar.errors import ConfigError, EnvironmentSetupError
+from laminar.errors import ConfigError, EnvironmentSetupError, reason
 from relay.model_files import copy_model_files
 from trainer import checkpoint_folder
 from trainer.engine import TrainerEngine
@@ -155,7 +155,7 @@ def _together(ranks: Ranks, what: str, work: Callable[[], object]) -> None:
     try:
         work()
     except OSError as error:
-        problem = str(error) or type(error).__name__
+        problem = reason(error)
     for rank, text in enumerate(ranks.gather_texts(problem)):
         if text:
             raise EnvironmentSetupError(

@@ -19,7 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from laminar.config.addresses import port_fault
-from laminar.errors import ConfigError, EnvironmentSetupError
+from laminar.errors import ConfigError, EnvironmentSetupError, reason
 
 T = TypeVar("T")
 
@@ -83,8 +83,8 @@ async def connect(url: str, *, patience_seconds: float = 0.0) -> Redis:
     except (redis.RedisError, OSError) as error:
         await client.aclose()
         raise EnvironmentSetupError(
-            f"no usable Redis at {hide_password(url)} ({_reason(error)}); start one there, correct experience.redis_url, "
-            'or set it to "embedded" for the bundled server'
+            f"no usable Redis at {hide_password(url)} ({reason(error).rstrip('.')}); start one there, "
+            'correct experience.redis_url, or set it to "embedded" for the bundled server'
         ) from error
     return client
 
@@ -162,7 +162,3 @@ def hide_password(url: str) -> str:
         user, colon, _ = parts.netloc.rpartition("@")[0].partition(":")
         shown = url.replace(parts.netloc, f"{user}{colon}{'***' if colon else ''}@{parts.netloc.rpartition('@')[2]}", 1)
     return shown if "password=" not in shown else shown.partition("password=")[0] + "password=***"
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().rstrip(".") or type(error).__name__

@@ -12,6 +12,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from laminar.config.rollout import EngineConfig
 from laminar.config.section import Section
 from laminar.errors import ConfigError
 from laminar.plugins import resolve, validate_options
@@ -21,6 +22,7 @@ from rollout.engines.pinned_load import LOADER
 
 Flag = str | int | float | bool
 
+_DEFAULTS = EngineConfig()
 SGLANG_LAUNCH = Path(__file__).with_name("sglang_launch.py")
 SGLANG_CPU_FLAGS: dict[str, Flag] = {
     "device": "cpu",
@@ -59,9 +61,9 @@ class EngineLaunch:
     kind: str = "torch"
     python: str = ""
     dtype: str = ""
-    max_running: int = 64
-    max_cached_tokens: int = 65536
-    num_threads: int = 1
+    max_running: int = _DEFAULTS.max_running
+    max_cached_tokens: int = _DEFAULTS.max_cached_tokens
+    num_threads: int = _DEFAULTS.num_threads
     num_gpus: float = 0
     tensor_parallel_size: int = 1
     options: Mapping[str, Flag] = field(default_factory=dict)
