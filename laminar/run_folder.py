@@ -29,7 +29,8 @@ class RunState:
         status: `starting`, `running`, `stopping`, `finished`, `stopped` or `failed`.
         reason: why it stopped or failed, in a sentence.
         lives: how many times it was started or resumed.
-        roles: process id of each role that was started, by name.
+        roles: process id of each role that was started and has not ended in order, by name.
+        wanted_workers: how many rollout workers are wanted; 0 if that is not known.
         dashboard_url: of the dashboard that `run` serves; empty if it serves none.
     """
 
@@ -43,6 +44,7 @@ class RunState:
     lives: int = 1
     roles: dict[str, int] = field(default_factory=dict)
     dashboard_url: str = ""
+    wanted_workers: int = 0
     format_version: int = FORMAT_VERSION
 
 

@@ -123,19 +123,22 @@ class Supervisor:
             raise
         finally:
             self.outcome.seconds = time.monotonic() - started
-            self._tell_state(status=self.outcome.status, reason=self.outcome.reason, redis_url="", dashboard_url="")
+            status, reason = self.outcome.status, self.outcome.reason
+            self._tell_state(status=status, reason=reason, redis_url="", dashboard_url="", roles={})
         return self.outcome
 
     def _begin_life(self) -> RunState:
         """Mark the run as starting; its id and token stay the same over all lives."""
         try:
             old = self._folder.read_state()
-            state = RunState(old.run_id, old.token, os.getpid(), "starting", started_at=time.time(), lives=old.lives + 1)
+            run_id, token, lives = old.run_id, old.token, old.lives + 1
         except FileNotFoundError:
-            token = secrets.token_hex(16)
-            state = RunState(self._folder.path.name, token, os.getpid(), "starting", started_at=time.time())
-        os.environ[RUN_ID_VARIABLE] = state.run_id
-        return self._folder.write_state(state)
+            run_id, token, lives = self._folder.path.name, secrets.token_hex(16), 1
+        os.environ[RUN_ID_VARIABLE] = run_id
+        wanted = self._config.rollout.num_workers
+        return self._folder.write_state(
+            RunState(run_id, token, os.getpid(), "starting", started_at=time.time(), lives=lives, wanted_workers=wanted)
+        )
 
     async def _start_services(self, stack: AsyncExitStack, state: RunState) -> tuple[RunData, RoleContext]:
         """Signals, sentinel, prompts, Redis, Ray: each is undone in reverse order when the stack unwinds."""
@@ -166,8 +169,8 @@ class Supervisor:
 
         self._say("starting Ray")
         num_cpus = cpus_needed(self._config) + SPARE_WORKERS * self._config.rollout.engine.num_threads
-        cluster = RayCluster(self._config.cluster.ray_address, num_cpus, state.run_id, Path(scratch))
-        stack.callback(cluster.stop)
+        self._cluster = RayCluster(self._config.cluster.ray_address, num_cpus, state.run_id, Path(scratch))
+        stack.callback(self._cluster.stop)
         self._catch_signals(stack)  # again, for Ray puts its own handler in place
         context = RoleContext("supervisor", state.run_id, state.token, url, self._folder.path.resolve())
         return data, context
@@ -233,7 +236,7 @@ class Supervisor:
             self._server, self._redis, data, context.run_id, self._config, crew.restarts, telemetry, self._say
         )
         live = LiveSettings(self._config, self._folder, self._redis, context.run_id, data, keeper, crew)
-        scaling = Scaling(self._config.rollout, crew, telemetry, self._say)
+        scaling = Scaling(self._config.rollout, crew, telemetry, self._say, self._note_wanted, self._cluster.free)
         actions: dict[Verb, Action] = {
             Verb.STOP: self._stop_by_request, Verb.PAUSE: live.pause, Verb.UNPAUSE: live.unpause, Verb.SET: live.set,
             Verb.SCALE: scaling.change,
@@ -325,9 +328,14 @@ class Supervisor:
             )
             training.cancel()
 
-    def _note_process(self, role: str, pid: int) -> None:
+    def _note_process(self, role: str, pid: int | None) -> None:
+        """A role has this process now; None: it has ended in order."""
         with contextlib.suppress(OSError):
-            self._tell_state(roles={**self._folder.read_state().roles, role: pid})
+            roles = {**self._folder.read_state().roles, role: pid}
+            self._tell_state(roles={name: known for name, known in roles.items() if known is not None})
+
+    def _note_wanted(self, num_workers: int) -> None:
+        self._tell_state(wanted_workers=num_workers)
 
     def _tell_state(self, **changes: Any) -> None:
         """Note what `status` shows; a full disk must neither end a run for it nor hide why one ended."""

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import time
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from laminar import doctor
 from laminar.cli.main import app
-from laminar.cli.status import as_text
+from laminar.cli.status import as_text, role_text
 from laminar.config.load import dump_toml
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError, EnvironmentSetupError, RunNotAliveError
@@ -184,3 +185,11 @@ def test_an_unfit_machine_ends_with_the_exit_code_for_it(monkeypatch):
     error = run_command("doctor").exception
     assert isinstance(error, EnvironmentSetupError)
     assert "open files" in str(error)
+
+
+def test_a_silent_role_is_shown_with_since_when_and_its_last_error():
+    role = {"state": "decode", "is_silent": True, "silent_seconds": 90.0, "last_error": "2026-01-01 10:00:00,000 E: x"}
+    since = time.strftime("%H:%M:%S", time.localtime(1000.0))
+    assert role_text(role, 1090.0) == f"silent for 90 s (since {since}; last error: 2026-01-01 10:00:00,000 E: x)"
+    assert role_text({**role, "last_error": ""}, 1090.0) == f"silent for 90 s (since {since}; last error: none in its log)"
+    assert role_text({**role, "is_silent": False}, 1090.0) == "decode"
