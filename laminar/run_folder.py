@@ -150,6 +150,13 @@ class RunFolder:
         replace_file(self._state, json.dumps(asdict(state)), mode=OWNER_ONLY, synced=True)
         return state
 
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint; None if there is none."""
+        try:
+            return int((self.checkpoints / "latest").read_text("utf-8", errors="replace").strip().removeprefix("step_"))
+        except (OSError, ValueError):
+            return None
+
     def write_config(self, text: str) -> None:
         """Replace the settings in one rename: who reads them meanwhile, or after a kill, finds the old ones or the new."""
         replace_file(self.config, text, mode=OWNER_ONLY, synced=True)
