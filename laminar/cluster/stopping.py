@@ -29,7 +29,7 @@ class Stopping:
     Args:
         folder: of the run.
         view: of the run.
-        cancel: ends this life at once.
+        cancel: ends this life after so many seconds.
 
     Attributes:
         phase: kept by the supervisor.
@@ -37,17 +37,17 @@ class Stopping:
         reason: why this life was ended at once, in a sentence; empty if it was not, or if another reason holds.
     """
 
-    def __init__(self, folder: RunFolder, view: RunView, cancel: Callable[[], None]) -> None:
+    def __init__(self, folder: RunFolder, view: RunView, cancel: Callable[[float], None]) -> None:
         self.phase, self.is_told, self.reason = Phase.STARTING, asyncio.Event(), ""
         self._folder, self._view, self._cancel = folder, view, cancel
         self._is_cut = False
 
-    def tell(self) -> str:
-        """One more order; it is obeyed as the text says that is returned."""
+    def tell(self, answer_seconds: float = 0.0) -> str:
+        """One more order; it is obeyed as the text says that is returned, for which so much time is left."""
         if self._is_cut:
             return "everything is being ended already"
         if self.is_told.is_set() or not self._has_begun():
-            return self.cut()
+            return self.cut(answer_seconds)
         self.is_told.set()
         match self.phase:
             case Phase.EVALUATING:
@@ -60,10 +60,10 @@ class Stopping:
                 text = "finishing the step and saving a checkpoint"
         return f"{text}; once more to end at once"
 
-    def cut(self) -> str:
-        """End everything at once; returns what to say."""
+    def cut(self, answer_seconds: float = 0.0) -> str:
+        """End everything at once; returns what to say, for which so much time is left."""
         self._is_cut = True
-        self._cancel()
+        self._cancel(answer_seconds)
         self.is_told.set()
         if self.phase in (Phase.EVALUATING, Phase.ENDING):
             return "ending everything at once"

@@ -101,7 +101,7 @@ class Supervisor:
         self._server: EmbeddedServer | None = None
         self._children: dict[str, Child] = {}
         self.outcome = Outcome(folder, RunView(config.run.max_steps))
-        self._stopping = Stopping(folder, self.outcome.view, self._cancel_soon)
+        self._stopping = Stopping(folder, self.outcome.view, self._cancel)
 
     async def run(self) -> Outcome:
         """Start, watch, stop.
@@ -172,7 +172,11 @@ class Supervisor:
 
         self._say("starting Ray")
         num_cpus = cpus_needed(self._config) + SPARE_WORKERS * self._config.rollout.engine.num_threads
-        self._cluster = RayCluster(self._config.cluster.ray_address, num_cpus, state.run_id, Path(scratch))
+        try:
+            self._cluster = RayCluster(self._config.cluster.ray_address, num_cpus, state.run_id, Path(scratch))
+        except SystemExit:  # Ray's own answer to a signal that comes while it starts
+            self._on_signal(signal.SIGTERM)
+            raise asyncio.CancelledError from None
         stack.callback(self._cluster.stop)
         self._catch_signals()  # again, for Ray puts its own handler in place
         context = RoleContext("supervisor", state.run_id, state.token, url, self._folder.path.resolve())
@@ -195,8 +199,11 @@ class Supervisor:
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def _cancel_soon(self) -> None:
-        asyncio.get_running_loop().call_later(ANSWER_FIRST_SECONDS, self._main.cancel)
+    def _cancel(self, after_seconds: float) -> None:
+        if after_seconds:
+            asyncio.get_running_loop().call_later(after_seconds, self._main.cancel)
+        else:
+            self._main.cancel()
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._say(f"{number.name}: {self._stopping.tell()}")
@@ -206,7 +213,7 @@ class Supervisor:
         how = arguments.get("how", "drain")
         if how not in ("drain", "now"):
             raise ConfigError(f"stop {how!r} is not known; say drain or now")
-        return self._stopping.cut() if how == "now" else self._stopping.tell()
+        return (self._stopping.cut if how == "now" else self._stopping.tell)(ANSWER_FIRST_SECONDS)
 
     async def _live(self, data: RunData, context: RoleContext) -> None:
         """Run all roles until the trainer is done; then stop them."""

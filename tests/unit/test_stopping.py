@@ -10,7 +10,7 @@ from laminar.telemetry.view import RunView
 
 @pytest.fixture
 def stopping(tmp_path):
-    """Make one of a run at a moment; `cuts` of it counts how often it was ended at once."""
+    """Make one of a run at a moment; `cuts` has an entry for each time that it was ended at once."""
 
     def make(phase, *, step=0, has_begun=True, saved=None):
         folder, view, cuts = RunFolder.create(tmp_path, "a"), RunView(9, step=step), []
@@ -18,7 +18,7 @@ def stopping(tmp_path):
             view.apply(Event("trainer-0", "clock", 1.0, {}, {}))
         if saved is not None:
             (folder.checkpoints / "latest").write_text(f"step_{saved:06d}")
-        made = Stopping(folder, view, lambda: cuts.append(1))
+        made = Stopping(folder, view, cuts.append)
         made.phase = phase
         return made, cuts
 
@@ -44,7 +44,7 @@ def test_the_first_order_lets_what_has_begun_end(stopping, phase, step, said):
 def test_an_order_before_a_step_can_have_begun_ends_the_run_at_once(stopping, phase, has_begun):
     told, cuts = stopping(phase, has_begun=has_begun)
     assert told.tell() == "ending, for no step has begun"
-    assert (told.reason, cuts) == ("told to stop while it was starting", [1])
+    assert (told.reason, cuts) == ("told to stop while it was starting", [0.0])
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,16 @@ def test_the_second_order_ends_all_at_once_and_says_what_is_saved(stopping, step
     told, cuts = stopping(Phase.TRAINING, step=step, saved=saved)
     told.tell()
     assert told.tell() == f"ending everything at once; {follows}"
-    assert (told.reason, cuts) == (f"told to stop at once; {follows}", [1])
+    assert (told.reason, cuts) == (f"told to stop at once; {follows}", [0.0])
     assert told.tell() == "everything is being ended already"
-    assert cuts == [1]
+    assert cuts == [0.0]
     assert what_follows(step, saved) == follows
+
+
+def test_a_request_is_answered_before_all_is_ended(stopping):
+    told, cuts = stopping(Phase.TRAINING, step=3)
+    assert told.cut(0.5) == "ending everything at once; there is no checkpoint; a resume replays all 3 steps"
+    assert cuts == [0.5]
 
 
 @pytest.mark.parametrize("phase", [Phase.EVALUATING, Phase.ENDING])
@@ -71,4 +77,4 @@ def test_once_all_is_saved_the_second_order_changes_nothing_about_why_the_run_en
     told, cuts = stopping(phase, step=9, saved=9)
     told.tell()
     assert told.tell() == "ending everything at once"
-    assert (told.reason, cuts) == ("", [1])
+    assert (told.reason, cuts) == ("", [0.0])
