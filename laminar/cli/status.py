@@ -15,7 +15,7 @@ from laminar.run_folder import RunFolder
 from laminar.telemetry.report import reward_of
 
 RECENT_STEPS = 20
-"""Over which trained tokens a second are told: one step alone says little."""
+"""Over which tokens a second are told: one step alone says little."""
 
 COUNTS = ("admitted", "running", "buffered", "taken", "trained", "filtered", "evicted", "failed", "reissued", "refilled")
 
@@ -70,7 +70,7 @@ def collect(folder: RunFolder) -> dict[str, Any]:
             "reward": None if (reward := reward_of(last)) is None else round(reward, 4),
             "staleness_max": last.get("staleness/versions_max"),
             "trained_tokens_per_s": round(recent.get("throughput/trained_tokens_per_second", 0)),
-            "generated_tokens_per_s": round(last.get("throughput/generated_tokens_per_second", 0)),
+            "generated_tokens_per_s": round(recent.get("throughput/generated_tokens_per_second", 0)),
         }
     if alive and state.redis_url:
         facts |= asyncio.run(_from_run(source))

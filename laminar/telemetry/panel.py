@@ -48,7 +48,7 @@ def render(view: RunView, title: str, bound: int | None) -> RenderableType:
         ("loss", f"{shown(view, 'train/loss', '+.4f')}   mismatch KL {shown(view, 'mismatch/kl', '.2e')}"),
         ("staleness", f"{staleness_text(view)}   bound: {'none' if bound is None else bound}"),
         ("trained", f"{shown(view, 'throughput/trained_tokens_per_second', '.0f')} tokens/s"),
-        ("generated", f"{shown(view, 'throughput/generated_tokens_per_second', '.0f')} tokens/s"),
+        ("generated", f"{_rate(view.generated_per_second())} tokens/s"),
         (
             "buffer",
             f"{shown(view, 'experience/ready_groups', '.0f')} groups ready, {open_trajectories:.0f} trajectories open",
@@ -70,6 +70,10 @@ def shown(view: RunView, name: str, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
 def versions_text(view: RunView) -> str:
     """Each worker's version."""
     texts = []
@@ -86,7 +90,7 @@ def step_line(view: RunView) -> str:
         f"loss {shown(view, 'train/loss', '+.4f')}  "
         f"staleness {shown(view, 'staleness/versions_mean', '.2f')} (max {shown(view, 'staleness/versions_max', '.0f')})  "
         f"trained {shown(view, 'throughput/trained_tokens_per_second', '.0f')} tok/s  "
-        f"generated {shown(view, 'throughput/generated_tokens_per_second', '.0f')} tok/s  "
+        f"generated {_rate(view.generated_per_second())} tok/s  "
         f"ready {shown(view, 'experience/ready_groups', '.0f')}  step {shown(view, 'time/step_seconds', '.2f')} s  "
         f"left {duration(view.seconds_left())}"
     )

@@ -12,6 +12,7 @@ from laminar.json_lines import read_lines
 from laminar.telemetry.files import MetricsFile
 from laminar.telemetry.html_report import html_report, told
 from laminar.telemetry.metrics_table import metrics_table
+from laminar.telemetry.panel import step_line
 from laminar.telemetry.registry import METRICS, check_declared
 from laminar.telemetry.report import closing_report, summarize
 from laminar.telemetry.stream import Event
@@ -44,6 +45,38 @@ def test_d29_generated_and_trained_are_two_numbers():
     metrics = view.apply(step_event(3, 1500, 3.0, 103.0))
     assert metrics["throughput/generated_tokens_per_second"] == pytest.approx(633.333333)
     assert metrics["throughput/trained_tokens_per_second"] == pytest.approx(500.0)
+
+
+def test_d29_generated_tokens_of_each_step_are_over_its_own_span():
+    """And sum, times the seconds, to all 4,000, which is not so of rates over some longer span."""
+    view, rates, total = RunView(max_steps=3), [], 0
+    view.apply(worker_event(100.0, 0))
+    for step, (generated, seconds, time) in enumerate([(1200, 2.0, 102.0), (900, 1.5, 103.5), (1900, 3.0, 106.5)], start=1):
+        total += generated
+        view.apply(worker_event(time, total))
+        rates.append(view.apply(step_event(step, 900, seconds, time))["throughput/generated_tokens_per_second"])
+    assert rates == pytest.approx([600, 600, 633.333333])
+    assert view.generated_per_second() == pytest.approx(4000 / 6.5)
+
+
+def test_lines_tell_an_even_pace_of_generation_where_steps_are_shorter_than_reports_are_apart():
+    """1,000 tokens/s, told every 0.5 s, in steps of 0.2 s: of one step the rate is 0 or 2,500."""
+    view, paces, told = RunView(max_steps=300), [], 0
+    view.apply(worker_event(0.0, 0))
+    for step in range(1, 301):
+        time = step * 0.2
+        while 0.5 * (told + 1) <= time:
+            told += 1
+            view.apply(worker_event(0.5 * told, 500 * told))
+        view.apply(step_event(step, 10, 0.2, time))
+        paces.append(view.generated_per_second())
+    assert all(950 <= pace <= 1050 for pace in paces[50:])  # at most one report too few or too many of 20
+    assert f"generated {paces[-1]:.0f} tok/s" in step_line(view)
+
+
+def test_before_a_step_no_pace_is_known():
+    assert RunView(max_steps=3).generated_per_second() is None
+    assert "generated - tok/s" in step_line(RunView(max_steps=3))
 
 
 def test_a_step_tells_of_the_oldest_version_that_a_replica_holds_and_of_what_the_machine_bears():
@@ -140,39 +173,6 @@ def test_tokens_that_are_reported_after_the_end_of_their_step_count_for_it(lengt
             meter.settle_step(started, at)
     assert meter.total == 60_000
     assert meter.during_steps == pytest.approx(1000 * count * length)
-
-
-def rates_of(reports, steps):
-    """What steps, given as (end, seconds), tell, where reports are given as (time, running total) of one worker."""
-    meter, rates = GenerationMeter(), []
-    events = [(time, 0, total) for time, total in reports] + [(end, 1, seconds) for end, seconds in steps]
-    for time, is_step, value in sorted(events):
-        if is_step:
-            rates.append(meter.end_step(time, value))
-        else:
-            meter.report("a", time, value)
-    return rates
-
-
-@pytest.mark.parametrize("seconds", [0.13, 0.7, 3.1, 12.0])
-def test_generated_tokens_a_second_are_even_where_generation_is_and_sum_to_all_tokens(seconds):
-    """1,000 tokens/s, told every 0.5 s; steps follow each other for ten minutes."""
-    ends = [seconds * count for count in range(1, int(600 / seconds) + 1)]
-    rates = rates_of([(0.5 * k, 500 * k) for k in range(1201)], [(end, seconds) for end in ends])
-    settled = [rate for rate, end in zip(rates, ends, strict=True) if end > 10]
-    assert 940 < min(settled) <= max(settled) < 1060  # at most one report too few or too many of 20
-    assert sum(rate * seconds for rate in rates) == pytest.approx(1000 * ends[-1], rel=0.01)
-
-
-def test_generated_tokens_are_told_of_the_last_ten_seconds_or_of_a_longer_step():
-    reports = [(0.0, 0), (4.0, 400), (5.0, 500), (11.0, 1100), (16.0, 2100), (40.0, 4500)]
-    steps = [(5.5, 0.5), (17.0, 0.5), (41.0, 24.0), (51.5, 0.5)]
-    # 500 since 0.0; 1,600 since 7.0, where 500 had been told; 2,400 since the last step; nothing since 41.5
-    assert rates_of(reports, steps) == pytest.approx([500 / 5.5, 160, 100, 0])
-
-
-def test_before_the_first_report_nothing_is_known_of_generation():
-    assert rates_of([(2.0, 0)], [(1.0, 0.5), (2.0, 0.5)]) == [0, 0]
 
 
 def test_a_restarted_worker_counts_its_new_tokens_only_once():
