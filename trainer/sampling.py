@@ -97,10 +97,11 @@ class _Judged:
 
 @dataclass(slots=True)
 class _Wait:
-    """One wait for a batch."""
+    """One wait for a batch: what failed before it, and of what was judged since, how much failed, was filtered, was cut."""
 
     started: float
     failed_before: Counter[str] | None = None
+    num_failed_judged: int = 0
     due_since: dict[str, float] = field(default_factory=dict)
     noticed: float = 0.0
     rounds_noticed: int = 0
@@ -162,6 +163,8 @@ class BatchSource:
             if self._dropped_before is None:
                 self._dropped_before = Counter(snapshot.counters.dropped_lengths)
             filtered = await self._filter(snapshot, wait)
+            if wait.failed_before is None:
+                wait.failed_before, wait.num_failed_judged = Counter(snapshot.counters.failed), 0
             if sum(h.state is GroupState.READY and h.group_id in self._judged for h in snapshot.headers) < self._batch_size:
                 await self._check_rounds(snapshot, wait)
             if not filtered and not await self._evict_fully_masked(snapshot, step):
@@ -202,6 +205,7 @@ class BatchSource:
             await self._evict([error.group_id], EvictionReason.PAYLOAD_LOST)
             return True
         for group_id, group in zip(new, fetched, strict=True):
+            wait.num_failed_judged += self._num_members - sum(t.failure is None for t in group)
             rewards = [t.reward for t in group if t.reward is not None and t.purpose is Purpose.TRAIN]
             wait.rewards += rewards
             wait.num_passed += max(rewards, default=-math.inf) >= self._config.eval.pass_reward
@@ -218,11 +222,10 @@ class BatchSource:
 
     async def _check_rounds(self, snapshot: Snapshot, wait: _Wait) -> None:
         """After too many rounds of useless groups for one batch: stop, or say so once a round."""
-        trainer, failures = self._config.trainer, Counter(snapshot.counters.failed)
-        if wait.failed_before is None:
-            wait.failed_before = failures
-        failures = failures - wait.failed_before
-        num_failed = failures.total() // self._num_members
+        trainer, failures = self._config.trainer, Counter(snapshot.counters.failed) - (wait.failed_before or Counter())
+        num_failed = (
+            max(0, failures.total() - wait.num_failed_judged) // self._num_members
+        )  # a judged group counts as judged
         rounds = (wait.num_filtered + num_failed) // self._batch_size
         if rounds < trainer.max_filter_rounds or rounds <= wait.rounds_noticed:
             return

@@ -75,7 +75,7 @@ def _wrong_value(path: Path, place: Place, value: Any) -> str:
     if isinstance(value, Mapping) and describe(place) == "a list of tables":
         return f"{sentence}, each written as `[[{format_path(path)}]]`"
     if isinstance(value, str) and not place.is_text and _is_quoted_number(value):
-        return f"{sentence}, without the quotes"
+        return f"{sentence}; take it out of its quotes"
     return sentence
 
 

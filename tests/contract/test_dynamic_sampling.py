@@ -49,18 +49,23 @@ class Table:
         async with asyncio.timeout(20):
             return await self.source.next_batch(0, step, lambda: self.stop)
 
-    async def round(self, informative, version="0.0"):
+    async def round(self, informative, version="0.0", useless=(1.0, 1.0)):
         """Four groups, the last ones informative; returns when the others are filtered, or the trainer waits no more.
 
-        Gives the ids of the informative ones.
+        A reward of None is a member that failed. Gives the ids of the informative ones.
         """
         claim = await self.run.claim(version, groups=PER_ROUND)
         assert len(claim.groups) == PER_ROUND
         for number, group in enumerate(claim.groups):
-            rewards = (0.0, 1.0) if number >= PER_ROUND - informative else (1.0, 1.0)
-            trajectories = [self.maker.play(group.group_id, m, version, reward=r) for m, r in enumerate(rewards)]
+            rewards = (0.0, 1.0) if number >= PER_ROUND - informative else useless
+            trajectories = [
+                self.maker.break_down(group.group_id, m)
+                if r is None
+                else self.maker.play(group.group_id, m, version, reward=r)
+                for m, r in enumerate(rewards)
+            ]
             await self.run.buffer.submit_many(trajectories, "w")
-        self.useless += 2 * (PER_ROUND - informative)
+        self.useless += sum(reward is not None for reward in useless) * (PER_ROUND - informative)
         async with asyncio.timeout(10):
             while (await self.run.buffer.counters()).filtered < self.useless and not self.waiting.done():
                 await asyncio.sleep(0.002)
@@ -153,6 +158,17 @@ async def test_c_the_stated_wait_warns_each_round_and_then_trains(make_table):
     assert (await table.run.buffer.counters()).taken == 0
     await table.round(3)
     assert len((await waiting).group_ids) == 3
+
+
+async def test_a_group_that_failed_in_part_and_is_uninformative_counts_once(make_table):
+    """13 groups in four rounds, fewer than the 15 that end the run; with their failed members counted again, 18 in three."""
+    table = await make_table()
+    waiting = table.ask(1)
+    for _ in range(3):
+        await table.round(0, useless=(None, 1.0))
+        assert not waiting.done()
+    expected = await table.round(3, useless=(None, 1.0))
+    assert (await waiting).group_ids == tuple(expected)
 
 
 async def test_d_rewards_that_differ_by_rounding_are_equal(make_table):

@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path, content):
     [
         (
             '[trainer]\nprompts_per_step = "2"',
-            '`trainer.prompts_per_step` is "2": it must be a whole number of at least 1, without',
+            '`trainer.prompts_per_step` is "2": it must be a whole number of at least 1; take it',
         ),
         ('[trainer]\nlearning_rate = "fast"', '`trainer.learning_rate` is "fast": it must be a finite number above 0'),
         ("[trainer]\nlearning_rate = nan", "`trainer.learning_rate` is nan: it must be a finite number above 0"),
@@ -171,7 +171,8 @@ def test_an_override_sets_one_value(tmp_path, override, path, value):
         ("rewards[1].weight=2", "`rewards` has 1 items"),
         ("run.seed.deep=2", "`run.seed` is not a table"),
         ("run.max_steps=many", '`run.max_steps` is "many": it must be a whole number of at least 1 (from the command line)'),
-        ('run.max_steps="2"', "without the quotes"),
+        ('run.max_steps="2"', "take it out of its quotes"),
+        ('staleness.max_staleness="2"', 'at least 0 or "unbounded"; take it out of its quotes'),
     ],
 )
 def test_a_wrong_override_is_refused(tmp_path, override, sentence):

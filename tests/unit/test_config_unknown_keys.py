@@ -76,7 +76,7 @@ def test_all_faults_are_reported_at_once_and_no_library_speaks(tmp_path):
     assert "3 settings are wrong" in text
     assert "`rollout.group_sise`" in text
     assert "`rollout.num_workers` is 0: it must be a whole number of at least 1" in text
-    assert '`trainer.mini_batches` is "2": it must be a whole number of at least 1, without the quotes' in text
+    assert '`trainer.mini_batches` is "2": it must be a whole number of at least 1; take it out of its quotes' in text
     assert "pydantic" not in text
 
 
