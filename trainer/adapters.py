@@ -59,7 +59,7 @@ class Adapters:
         config: ours.
 
     Raises:
-        ConfigError: if one is on a layer whose weight could not be published.
+        ConfigError: if one is on a layer whose weight could not be published, or a target is no layer of the model.
     """
 
     def __init__(self, model: PreTrainedModel, settings: Any, config: LoraConfig) -> None:
@@ -73,6 +73,9 @@ class Adapters:
                     f"`trainer.lora.targets` {config.targets} include {name}, which is an embedding or the output head: "
                     "only the linear layers between them can have adapters"
                 )
+        for target in config.targets:
+            if not any(f".{name}".endswith(f".{target}") for name in self._layers):
+                raise ConfigError(f"`trainer.lora.targets` has {target!r}, but no layer of the model is named so")
         named = list(model.named_parameters())
         self._own = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from laminar.config.addresses import http_fault, port_fault
 from laminar.config.check_algorithm import algorithm_faults
-from laminar.config.check_model import model_faults
+from laminar.config.check_model import adapter_notes, model_faults
 from laminar.config.check_plugins import algorithm_options, needs_exact_logprobs, option_notes, plugin_faults
 from laminar.config.check_sources import source_faults, source_notes
 from laminar.config.check_warnings import episode_warnings, machine_warnings, pace_warnings
@@ -66,6 +66,7 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
     return [
         *source_notes(config),
         *option_notes(config),
+        *adapter_notes(config),
         *pace_warnings(config),
         *episode_warnings(config),
         *machine_warnings(config, cores),

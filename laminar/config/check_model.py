@@ -1,6 +1,6 @@
-"""Judge lengths and splits by what the model's own `config.json` says; nothing is said of a model that is not here.
+"""Judge lengths, splits and adapters by what the model's own files say; nothing is said of a model that is not here.
 
-Reads that one file. Does not know the weights.
+Reads its `config.json` and the names of its weights.
 """
 
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.config.root import LaminarConfig
+from laminar.config.sizes import read_tensors
 
 
 def model_faults(config: LaminarConfig) -> Iterator[str]:
@@ -21,6 +22,18 @@ def model_faults(config: LaminarConfig) -> Iterator[str]:
             f"`trainer.sequence_parallel_size` is {size}, which does not divide the model's {heads} attention heads: use "
             "one that does"
         )
+
+
+def adapter_notes(config: LaminarConfig) -> Iterator[str]:
+    """Targets of adapters that no weight of the model is named by; a model may rename its weights when it is loaded."""
+    lora = config.trainer.lora
+    if not (lora.rank and lora.targets):
+        return
+    layers = [name.removesuffix(".weight") for name, _ in read_tensors(Path(config.model.path))]
+    ends = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+    for target in lora.targets:
+        if layers and not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            yield f'`trainer.lora.targets` has "{target}", but no weight of the model is named so; they end in {ends}'
 
 
 def _length_faults(config: LaminarConfig, positions: Any) -> Iterator[str]:

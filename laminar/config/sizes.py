@@ -1,6 +1,6 @@
 """How much of everything a config asks for.
 
-Pure, but for `read_model_size`, which reads the headers of a model's files.
+Pure, but for `read_model_size` and `read_tensors`, which read the headers of a model's files.
 """
 
 import json
@@ -143,16 +143,17 @@ def repack_limits(config: LaminarConfig) -> RepackLimits:
 
 def read_model_size(folder: Path) -> ModelSize | None:
     """The size of a Hugging Face model from the headers of its safetensors files; None if there are none to read."""
-    num_parameters = num_bytes = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        header = _read_header(file)
-        if header is None:
-            return None
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                num_parameters += math.prod(tensor["shape"])
-                num_bytes += tensor["data_offsets"][1] - tensor["data_offsets"][0]
-    return ModelSize(num_parameters, num_bytes) if num_bytes else None
+    tensors = [tensor for _, tensor in read_tensors(folder)]
+    num_bytes = sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in tensors)
+    return ModelSize(sum(math.prod(tensor["shape"]) for tensor in tensors), num_bytes) if num_bytes else None
+
+
+def read_tensors(folder: Path) -> list[tuple[str, dict[str, list[int]]]]:
+    """What the headers of a model's safetensors files say of each tensor, with its name; empty if one cannot be read."""
+    headers = [_read_header(file) for file in sorted(folder.glob("*.safetensors"))]
+    if None in headers:
+        return []
+    return [item for header in headers if header for item in header.items() if item[0] != "__metadata__"]
 
 
 def _read_header(file: Path) -> dict[str, dict[str, list[int]]] | None:

@@ -136,7 +136,12 @@ def test_any_seed_that_a_run_may_have_draws_adapters(model_path, ranks):
 
 
 @pytest.mark.parametrize(
-    ("targets", "sentence"), [(["nothing"], "do not fit the model"), (["embed_tokens"], "only the linear")]
+    ("targets", "sentence"),
+    [
+        (["nothing"], "do not fit the model"),
+        (["q_proj", "v_prj"], "'v_prj', but no layer"),  # else it would be left out in silence
+        (["embed_tokens"], "only the linear"),
+    ],
 )
 def test_targets_that_cannot_be_published_are_refused(targets, sentence, model_path, ranks):
     with pytest.raises(ConfigError, match=sentence):

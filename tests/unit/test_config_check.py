@@ -570,3 +570,14 @@ def test_checking_and_explaining_need_no_heavy_library(folder):
 def test_the_command_says_what_is_right(folder, capsys):
     check(write(folder, ""), ["model.path=Qwen/Qwen2.5-0.5B"])
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{folder / 'run.toml'}: right, with ")
+
+
+def test_a_target_of_adapters_that_the_model_has_not_is_told_with_what_it_has(folder):
+    """Names as a model's file has them; a target is a name or the end of one, at a dot."""
+    names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight"]
+    header = json.dumps({n: {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]} for n in names}).encode()
+    (folder / "policy" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    lora = '[trainer.lora]\nrank = 2\ntargets = ["q_proj", "self_attn.q_proj", "n_proj", "up_proj"]'
+    told = [warning for warning in warnings(folder, lora) if "trainer.lora.targets" in warning]
+    assert [text.partition(",")[0] for text in told] == [f'`trainer.lora.targets` has "{n}"' for n in ("n_proj", "up_proj")]
+    assert told[0].endswith("they end in down_proj, lm_head, q_proj")
