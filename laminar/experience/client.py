@@ -18,6 +18,7 @@ from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from laminar.config.addresses import port_fault
 from laminar.errors import ConfigError, EnvironmentSetupError
 
 T = TypeVar("T")
@@ -74,21 +75,9 @@ async def connect(url: str, *, patience_seconds: float = 0.0) -> Redis:
         ConfigError: the URL cannot be read.
         EnvironmentSetupError: nobody answers there, or the password is refused.
     """
-    try:
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=ANSWER_SECONDS,
-            socket_timeout=ANSWER_SECONDS,
-            socket_read_size=READ_BYTES,
-            socket_connect_timeout=CONNECT_SECONDS,
-            retry=Retry(NoBackoff(), 0),
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"experience.redis_url {hide_password(url)!r} cannot be read ({error}); use redis://, rediss:// or unix://"
-        ) from None
-    client = _Client.from_pool(pool)
+    if fault := url_fault(url):
+        raise ConfigError(f"experience.redis_url {hide_password(url)!r}: {fault}")
+    client = _Client.from_pool(_pool(url))
     try:
         await _answer(client, patience_seconds)
     except (redis.RedisError, OSError) as error:
@@ -98,6 +87,32 @@ async def connect(url: str, *, patience_seconds: float = 0.0) -> Redis:
             'or set it to "embedded" for the bundled server'
         ) from error
     return client
+
+
+def url_fault(url: str) -> str | None:
+    """What is wrong with the URL of a server, found without asking it; None if nothing is."""
+    parts = url.partition("://")
+    if parts[0] not in ("redis", "rediss", "unix") or not parts[2]:
+        return "write a URL that starts with redis://, rediss:// or unix://"
+    if fault := port_fault(url):
+        return fault
+    try:
+        _pool(url).make_connection()
+    except (ValueError, TypeError, redis.RedisError) as error:
+        return f"what stands behind its ? cannot be used ({error}); correct or remove it"
+    return None
+
+
+def _pool(url: str) -> BlockingConnectionPool:
+    return BlockingConnectionPool.from_url(
+        url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=ANSWER_SECONDS,
+        socket_timeout=ANSWER_SECONDS,
+        socket_read_size=READ_BYTES,
+        socket_connect_timeout=CONNECT_SECONDS,
+        retry=Retry(NoBackoff(), 0),
+    )
 
 
 async def _answer(client: Redis, patience_seconds: float) -> None:

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from laminar.config.section import Section
 from laminar.errors import ConfigError
 from laminar.plugins import resolve, validate_options
+from laminar.simulate.timings import load_lengths, load_step_times
 from laminar.types import WeightVersion
 from rollout.engines.pinned_load import LOADER
 
@@ -170,6 +172,14 @@ class EmulatedOptions(Section):
     """Tokens that a stream's reader hears of at once."""
     prefill_tokens_per_second: float | None = Field(None, gt=0, alias="prefill-tokens-per-second")
     """Context computed, in real tokens."""
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Self:
+        if self.latency is not None:
+            load_step_times(self.latency)
+        if self.lengths is not None:
+            load_lengths(self.lengths)
+        return self
 
 
 TORCH = EngineKind(torch_command, checks_weights=True, reads_back=True, Options=TorchOptions)

@@ -16,6 +16,7 @@ import aiohttp
 import regex  # type: ignore[import-untyped]
 from pydantic import Field, field_validator
 
+from laminar.config.addresses import HttpUrl
 from laminar.config.section import Section
 from laminar.types import FailureKind, Prompt
 from rollout.boundary import EpisodeError
@@ -49,7 +50,7 @@ class Judge:
     class Options(Section):
         """Settings of `judge`."""
 
-        url: str
+        url: HttpUrl
         """Base URL with the version, such as `http://judge:8000/v1`."""
         model: str
         """Name of the model there."""

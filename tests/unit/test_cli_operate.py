@@ -86,6 +86,15 @@ def test_facts_are_told_in_words():
         == "trained 8, failed 3 (tool 2, engine 1), evicted 0"
     )
     assert (as_text([]), as_text(["one", "two"]), as_text({}), as_text(0.5)) == ("none", "one; two", "none", "0.5")
+    assert (as_text(None), as_text(2.0), as_text(0.0001)) == ("unknown", "2", "0.0001")
+
+
+def test_a_step_without_a_reward_has_none_in_the_status(folder):
+    MetricsFile(folder.metrics).append("step", 3, {"train/loss": 0.5, "time/step_seconds": 2.0})
+    told = run_command("status", folder.path).stdout
+    assert re.search(r"reward +unknown", told), told
+    facts = json.loads(run_command("status", folder.path, "--json").stdout)
+    assert (facts["step"], facts["reward"], facts["staleness_max"]) == (3, None, None)
 
 
 def test_kept_trajectories_are_listed_where_none_is_named(folder):

@@ -1,7 +1,6 @@
 """Throughput and generation accounting (case D29), by hand calculation."""
 
 import io
-import math
 import re
 from pathlib import Path
 
@@ -194,13 +193,18 @@ def test_the_report_averages_first_three_and_last_five_rewards():
     assert closing_report(facts, lines).row_count == 8
 
 
-def test_a_report_without_any_step_says_nan_and_does_not_fail():
+def test_a_report_without_any_step_says_so_with_a_dash_and_does_not_fail():
     facts = {
         "status": "failed", "reason": "x", "folder": "f", "seconds": 1.0, "peak_resident_bytes": 0,
         "restarts": {"trainer": 1}, "generated_tokens": 0.0, "step_seconds": 0.0, "generated_during_steps": 0.0,
     }  # fmt: skip
-    assert math.isnan(summarize(facts, [])["first_reward"])
-    closing_report(facts, [])
+    assert summarize(facts, [])["first_reward"] is None
+    console = Console(width=100, file=io.StringIO())
+    console.print(closing_report(facts, []))
+    assert "first 3 steps - → last 5 steps -" in console.file.getvalue()
+    assert "nan" not in console.file.getvalue()
+    page = html_report({"id": "r", "status": "failed", "reason": "", "lives": 1}, [], "", bound=2, written_at=0.0)
+    assert "first step -, last 5 steps -" in page
 
 
 def test_the_reports_read_nothing_of_a_line_but_what_they_keep_of_it():
