@@ -95,6 +95,11 @@ class EvictionReason(enum.StrEnum):
     PAYLOAD_LOST = "payload_lost"
     RECYCLED = "recycled"
 
+    @property
+    def is_for_age(self) -> bool:
+        """Whether the staleness bound is the cause, directly or by a wait that it made too long."""
+        return self in (EvictionReason.STALE, EvictionReason.WAITED_TOO_LONG, EvictionReason.FULLY_MASKED)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:

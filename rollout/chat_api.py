@@ -54,7 +54,8 @@ def read_wanted(body: Mapping[str, Any]) -> Wanted:
     limit = checked_limit(next((limit for limit in limits if limit is not None), None))
     stop = body.get("stop") or []
     texts = checked_stop([stop] if isinstance(stop, str) else stop, "stop")
-    return Wanted(limit, texts, bool(body.get("stream")), bool(body.get("logprobs")))
+    logprobs = body.get("logprobs")  # a truth of a chat; of a completion a number, and 0 is the sampled tokens alone
+    return Wanted(limit, texts, bool(body.get("stream")), logprobs is not None and logprobs is not False)
 
 
 def checked_limit(limit: Any) -> int | None:

@@ -135,11 +135,15 @@ class Conversations:
         history = (_key({"tools": list(tools)}), *map(_message_key, messages))
         line, begun = self._find(history, [set(), *others])
         known, history = len(begun), begun + history[len(begun) :]
-        dialogue = copy.copy(line.dialogue)
+        dialogue, transcript = copy.copy(line.dialogue), line.transcript.copy()
         try:
             reply = await self._answer(line, messages, tools, known, max_new_tokens, stop)
         except (BadCallError, SpentError):  # nothing was shown; another call may go on there
             line.history, line.dialogue = history[:known] or None, dialogue
+            raise
+        except asyncio.CancelledError:  # the agent gave up on it, and may ask the same again
+            line.history, line.dialogue = history[:known] or None, dialogue
+            self._take_back(line, transcript)
             raise
         line.history = (*history, _message_key({"role": "assistant", "content": reply.text}))
         return reply
@@ -176,11 +180,15 @@ class Conversations:
         new = self.tokenizer.encode_observation(prompt[len(known) :]) if known else self.tokenizer.encode(prompt)
         if not line.transcript.num_tokens and not len(new):
             raise BadCallError("the prompt is empty; the policy needs a token to go on from")
-        line.history = None
+        line.history, transcript = None, line.transcript.copy()
         try:
             reply = await self._sample(line, new, False, max_new_tokens, stop)
         except SpentError:
             line.history = (known,) if known else None
+            raise
+        except asyncio.CancelledError:
+            line.history = (known,) if known else None
+            self._take_back(line, transcript)
             raise
         line.history = (prompt + reply.text,) if reply.text else None  # behind an end mark alone nobody goes on
         return reply
@@ -227,6 +235,14 @@ class Conversations:
             self.counts["branched_contexts"] += 1
         self._lines.append(_Line())
         return self._lines[-1]
+
+    def _take_back(self, line: _Line, transcript: Transcript) -> None:
+        """Make nothing of a call that nobody waits for any more: its line is as before it, or gone if it began with it."""
+        line.transcript = transcript
+        if not transcript.num_tokens and line is self._lines[-1]:
+            self._lines.pop()
+            if self._lines:
+                self.counts -= Counter(branched_contexts=1)
 
     def _note(self, fit: Fit) -> None:
         if fit is not Fit.APPENDED:

@@ -4,6 +4,7 @@ Invariants: ids, log-probs and versions grow together, segment by segment (case 
 turn's end is cut off behind its stop text. Pure: no I/O, no clock.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,6 +23,12 @@ class Transcript:
         self._turns: list[Turn] = []
         self._turn_segment = 0
         self._turn_start = 0
+
+    def copy(self) -> "Transcript":
+        """One that goes on by itself."""
+        other = copy.copy(self)
+        other._closed, other._segments, other._turns = list(self._closed), list(self._segments), list(self._turns)
+        return other
 
     @property
     def num_tokens(self) -> int:

@@ -231,7 +231,7 @@ class TrainingLoop:
         return metrics | {
             "train/step": step,
             "train/skipped_steps": self.progress.skipped_steps,
-            "throughput/trajectories_per_second": sum(map(len, batch.groups)) / max(seconds, 1e-9),
+            "throughput/trajectories_per_second": batch.num_trained / max(seconds, 1e-9),
             "time/step_seconds": seconds,
             "time/sample_wait_seconds": batch.waited_seconds,
             "time/publish_stall_seconds": published.stall_seconds,

@@ -71,6 +71,7 @@ class Batch:
             "experience/oldest_age_seconds": self.oldest_age_seconds,
             "experience/refilled": counters.refilled,
             "experience/abandoned": counters.abandoned,
+            **{f"experience/evictions_{reason}": count for reason, count in counters.evicted.items()},
             **{f"staleness/dropped_length_{bucket}": count for bucket, count in self.dropped_lengths.items()},
         }
         if self.seen_rewards:
@@ -79,6 +80,11 @@ class Batch:
             metrics["experience/kept_ratio"] = self.num_kept / self.num_judged
             metrics["reward/pass_at_k"] = self.num_passed / self.num_judged
         return metrics
+
+    @property
+    def num_trained(self) -> int:
+        """Trajectories to train; greedy ones only compare."""
+        return sum(trajectory.purpose is Purpose.TRAIN for group in self.groups for trajectory in group)
 
     @property
     def occurrences(self) -> tuple[Occurrence, ...]:
@@ -116,7 +122,7 @@ class BatchSource:
     """Makes batches of what the buffer holds.
 
     Attributes:
-        dropped_groups: groups evicted so far.
+        dropped_groups: groups evicted for their age so far.
         prefetcher: reads groups, ahead of the next batch if it runs.
         first_group_at: when (`time.monotonic`) the first group was seen; before that, workers were starting.
     """
@@ -305,7 +311,7 @@ class BatchSource:
 
     async def _evict(self, group_ids: Sequence[str], reason: EvictionReason) -> None:
         logger.info("evicting %s: %s", ", ".join(group_ids), reason)
-        self.dropped_groups += len(group_ids)
+        self.dropped_groups += len(group_ids) if reason.is_for_age else 0
         await self._buffer.evict(group_ids, reason, reissue=True)
 
 

@@ -162,10 +162,14 @@ def _spike_faults(config: LaminarConfig) -> Iterator[str]:
 
 
 def _sampling_faults(config: LaminarConfig) -> Iterator[str]:
-    kind, sampling = config.trainer.algorithm.kind, config.rollout.sampling
-    if (sampling.top_p == 1 and sampling.top_k == -1) or not needs_exact_logprobs(kind):
+    sampling = config.rollout.sampling
+    if needs_exact_logprobs(config.trainer.algorithm.kind):
+        whose = config.trainer.algorithm.kind
+    elif config.trainer.correction.is_on:
+        whose = "`trainer.correction`"
+    else:
         return
-    reason = f"{kind} needs the exact log-probs of the sampled tokens, and the trainer cannot mirror this filter"
+    reason = f"{whose} needs the exact log-probs of the sampled tokens, and the trainer cannot mirror this filter"
     if sampling.top_p < 1:
         yield f"`rollout.sampling.top_p` is {sampling.top_p}: {reason}; set it to 1"
     if sampling.top_k != -1:

@@ -15,6 +15,7 @@ from laminar.config.sizes import (
     groups_within_staleness,
     is_one_machine,
     longest_row_tokens,
+    members_per_group,
     most_admitted_groups,
     most_micro_batch_tokens,
     most_micro_batches,
@@ -132,7 +133,8 @@ def _step_lines(config: LaminarConfig) -> list[str]:
         _row(
             "micro-batches",
             f"<= {most_micro_batches(config, max(largest))}",
-            f"{sharing} and mini-batch: {most_micro_batch_tokens(config)} tokens each, longest row {longest}",
+            f"{sharing} and mini-batch: {most_micro_batch_tokens(config)} tokens each, longest row {longest}; "
+            "more where trajectories have several chains",
         ),
         _row(
             "optimizer steps",
@@ -150,7 +152,11 @@ def _run_lines(config: LaminarConfig) -> list[str]:
         _row("steps", steps, "run.max_steps" + (f", or fewer: {epochs} passes over the data" if epochs else "")),
         _row("optimizer steps", steps * trainer.mini_batches * trainer.epochs, ""),
         _row("trajectories", trajectories, f"from {steps * trainer.prompts_per_step} prompts"),
-        _row("sampled tokens", f"<= {trajectories * config.rollout.max_new_tokens}", ""),
+        _row(
+            "sampled tokens",
+            f"<= {steps * trainer.prompts_per_step * members_per_group(config) * config.rollout.max_new_tokens}",
+            "in what is trained or compared with; what fails, is filtered or is evicted comes on top",
+        ),
         _row("checkpoints", -(-steps // config.checkpoint.every_steps), f"the last {config.checkpoint.keep} are kept"),
     ]
 

@@ -104,7 +104,7 @@ def most_micro_batch_tokens(config: LaminarConfig) -> int:
 
 
 def most_micro_batches(config: LaminarConfig, num_rows: int) -> int:
-    """Upper bound on the micro-batches that one share of `num_rows` rows needs: when all have the greatest length."""
+    """Upper bound on the micro-batches that one share of `num_rows` rows (one a chain) needs: all of the greatest length."""
     return math.ceil(num_rows / max(1, most_micro_batch_tokens(config) // longest_row_tokens(config)))
 
 

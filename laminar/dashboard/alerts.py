@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from laminar.telemetry.clock import SILENT_SECONDS
+from laminar.types import EvictionReason
 
 MAX_MISMATCH_KL = 0.05
 MAX_FAILED_RATIO = 0.1
@@ -112,16 +113,18 @@ def _losses(facts: Facts) -> Iterator[Alert]:
     admitted = _since(facts, "experience/admitted")
     if admitted <= 0:
         return
-    failed, evicted = _since(facts, "experience/failed"), _since(facts, "experience/evicted")
+    failed = _since(facts, "experience/failed")
+    dropped = sum(_since(facts, f"experience/evictions_{reason}") for reason in EvictionReason if reason.is_for_age)
     if failed > MAX_FAILED_RATIO * admitted:
         yield Alert(
             "warning", "failures", f"{failed:.0f} of the last {admitted:.0f} trajectories failed; look at the failed ones"
         )
-    if evicted > MAX_DROPPED_RATIO * admitted:
+    if dropped > MAX_DROPPED_RATIO * admitted:
         yield Alert(
             "warning",
             "dropped",
-            f"{evicted:.0f} of the last {admitted:.0f} trajectories were evicted; raise staleness.max_staleness",
+            f"{dropped:.0f} of the last {admitted:.0f} trajectories were evicted for their age; "
+            "raise staleness.max_staleness",
         )
 
 

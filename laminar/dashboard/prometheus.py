@@ -17,6 +17,7 @@ FAMILY_LABELS = {
     "staleness/histogram_*": "versions",
     "staleness/trained_length_*": "tokens",
     "staleness/dropped_length_*": "tokens",
+    "experience/evictions_*": "reason",
     "time/state_*": "state",
     "faults/restarts_*": "role",
     "system/memory_bytes_*": "kind",

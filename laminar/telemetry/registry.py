@@ -85,7 +85,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("staleness/in_queue_versions_*", "versions", "the part of it gained while waiting in the buffer"),
     Metric("staleness/histogram_*", "trajectories", "trained trajectories of the step with this staleness"),
     Metric("staleness/masked_tokens", "tokens", "sampled tokens of the step that only their age kept out of the loss"),
-    Metric("staleness/dropped_groups", "groups", "groups evicted as too stale so far", "counter"),
+    Metric("staleness/dropped_groups", "groups", "groups that the trainer evicted for their age so far", "counter"),
     Metric(
         "staleness/trained_length_*",
         "trajectories",
@@ -121,7 +121,11 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "arithmetic that the trained rows need, over what the ranks could do in the passes' and updates' time",
     ),
-    Metric("throughput/trajectories_per_second", "1/s", "trajectories trained, over the step's whole span"),
+    Metric(
+        "throughput/trajectories_per_second",
+        "1/s",
+        "trajectories trained, greedy answers left out, over the step's whole span",
+    ),
     Metric(
         "time/step_seconds",
         "s",
@@ -157,8 +161,14 @@ METRICS: tuple[Metric, ...] = (
         "experience/producer_wait_seconds", "s", "no claim was granted, because `max_bytes` was reserved, so far", "counter"
     ),
     Metric("experience/admitted", "trajectories", "admitted so far", "counter"),
-    Metric("experience/trained", "trajectories", "trained so far", "counter"),
+    Metric(
+        "experience/trained",
+        "trajectories",
+        "in published steps so far; greedy answers, which are only compared with, count too",
+        "counter",
+    ),
     Metric("experience/evicted", "trajectories", "evicted so far", "counter"),
+    Metric("experience/evictions_*", "trajectories", "evicted so far, by reason", "counter"),
     Metric("experience/filtered", "trajectories", "filtered so far", "counter"),
     Metric("experience/failed", "trajectories", "failed so far", "counter"),
     Metric("experience/refilled", "trajectories", "failures so far after which the member was played again", "counter"),

@@ -55,9 +55,11 @@ class ProcessPool:
             worker = self._take()
             try:
                 outcome = worker.call(arguments, self._seconds)
-            except _NoAnswerError as error:
+            except BaseException as error:
                 worker.end()
-                raise EpisodeError(FailureKind.VERIFIER, f"{self._function} {error}") from None
+                if isinstance(error, _NoAnswerError):
+                    raise EpisodeError(FailureKind.VERIFIER, f"{self._function} {error}") from None
+                raise
             with self._lock:
                 self._free.append(worker)
         if "error" in outcome:
@@ -106,7 +108,7 @@ class _Worker:
         self.pid = self._process.pid
         try:
             self._read(time.monotonic() + START_SECONDS)
-        except _NoAnswerError:
+        except BaseException:
             self.end()
             raise
 
@@ -136,11 +138,11 @@ class _Worker:
 
     def _read_bytes(self, count: int, deadline: float) -> bytes:
         assert self._process.stdout is not None
+        ends = select.poll()  # unlike `select`, for descriptors of any number
+        ends.register(self._process.stdout, select.POLLIN)
         received = b""
         while len(received) < count:
-            begin = time.monotonic()
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - begin))
-            if not ready:
+            if not ends.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise _NoAnswerError("took too long and was killed; raise max_seconds if that is right")
             part = os.read(self._process.stdout.fileno(), min(count - len(received), 1 << 16))
             if not part:

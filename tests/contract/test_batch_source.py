@@ -141,6 +141,7 @@ async def test_groups_without_a_token_left_are_evicted_before_they_are_taken(mas
     counters = await run.buffer.counters()
     assert (counters.evicted, counters.reissued, counters.dropped_lengths) == ({"fully_masked": 1}, 1, {"64": 1})
     assert batch.metrics()["staleness/dropped_length_64"] == 1
+    assert (batch.metrics()["experience/evictions_fully_masked"], source.dropped_groups) == (1, 1)
     check_declared(batch.metrics())
     assert (await run.claim("0.2", groups=1)).groups[0].prompt == early.prompt
 
@@ -284,7 +285,8 @@ async def test_with_over_provisioning_what_a_batch_overtakes_is_let_go_and_issue
     source = make_source(run, settings.model_copy(update={"rollout": rollout}))
     batch = await source.next_batch(0, 1, lambda: False)
     assert set(batch.group_ids) == {fast.group_id, faster.group_id}
-    assert (await run.buffer.counters()).evicted == {"recycled": 1}
+    counters = await run.buffer.counters()
+    assert (counters.evicted, counters.dropped_lengths, source.dropped_groups) == ({"recycled": 1}, {}, 0)
     (again,) = (await run.claim(groups=6)).groups
     assert again.prompt == slow[0].prompt
     left = [h.group_id for h in (await run.buffer.peek()).headers if h.state is GroupState.IN_FLIGHT]

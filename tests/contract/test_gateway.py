@@ -285,6 +285,21 @@ async def test_a_call_is_read_to_its_end_also_if_that_is_the_stop_text(play):
     assert trajectory.counts == {}
 
 
+@pytest.mark.parametrize(("asked", "told"), [(0, [-1.0, -1.0]), (None, None)])
+async def test_a_completion_asked_for_no_alternatives_still_brings_the_sampled_tokens_logprobs(play, asked, told):
+    async def agent(task):
+        async with (
+            aiohttp.ClientSession(headers={"x-api-key": task.api_key}) as session,
+            session.post(task.base_url + "/completions", json={"prompt": "a", "logprobs": asked}) as response,
+        ):
+            logprobs = (await response.json())["choices"][0]["logprobs"]
+        assert (logprobs and logprobs["token_logprobs"]) == told
+        return 1.0
+
+    trajectory, _ = await play(agent, "AB")
+    assert trajectory.reward == 1.0
+
+
 async def test_a_stream_of_a_chat_brings_the_logprobs(play):
     async def agent(task):
         wanted = {"messages": question(task), "logprobs": True, "stream": True}

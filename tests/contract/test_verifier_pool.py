@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -67,6 +68,26 @@ def test_what_takes_too_long_is_killed_and_replaced(pool):
     assert caught.value.failure.kind is FailureKind.VERIFIER
     assert is_gone(pid)
     assert processes.call(0) is None
+
+
+def test_a_process_answers_where_more_than_1024_files_are_open(pool):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert pool("math:sqrt").call(4) == 2.0
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_whose_answer_cannot_be_read_is_ended(pool):
+    processes = pool("os:getpid")
+    pid = processes.call()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        processes.call(object())
+    assert (is_gone(pid), processes.pids()) == (True, [])
 
 
 @pytest.mark.slow

@@ -455,7 +455,7 @@ async def test_remax_plays_one_greedy_answer_more_a_group_and_the_batch_brings_i
         batch = await asyncio.wait_for(bench.source.next_batch(0, 1, lambda: False), 5)
     for group in batch.groups:
         assert [(t.member, t.purpose) for t in group] == [(0, "train"), (1, "train"), (2, "greedy_baseline")]
-    assert len(batch.seen_rewards) == 4
+    assert len(batch.seen_rewards) == batch.num_trained == 4
     sampling = sampling_for(bench.config, batch.groups[0][2].purpose)
     assert (sampling.temperature, sampling.max_new_tokens) == (0.0, 512)
 

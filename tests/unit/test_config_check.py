@@ -450,6 +450,28 @@ def test_variables_and_programs_that_are_not_here_are_noted(folder, monkeypatch)
     assert not any("JUDGE_KEY" in note for note in warnings(folder, agent, judge))
 
 
+@pytest.mark.parametrize(
+    ("correction", "is_refused"), [('weight = "token_tis"', True), ("max_k3 = 0.1", True), ('weight = "none"', False)]
+)
+def test_a_filter_is_refused_to_ones_own_algorithm_where_a_correction_needs_exact_logprobs(folder, correction, is_refused):
+    (folder / "my_check_algorithm.py").write_text(
+        "class Plain:\n"
+        "    needs = frozenset({'proximal_logprobs'})\n"
+        "    def __init__(self, options): pass\n"
+        "    def advantages(self, groups): return {}\n"
+        "    def policy_loss(self, batch): raise NotImplementedError\n"
+    )
+    text = 'trainer.algorithm.kind = "my_check_algorithm:Plain"\nrollout.sampling = {top_p = 0.9, top_k = 5}\n'
+    file = write(folder, f"{text}trainer.correction = {{{correction}}}")
+    try:
+        check_config(load_config(file), 64)
+        faults = ""
+    except ConfigError as error:
+        faults = str(error)
+    for fault in ("`rollout.sampling.top_p` is 0.9", "`rollout.sampling.top_k` is 5"):
+        assert (f"{fault}: `trainer.correction` needs the exact log-probs" in faults) is is_refused
+
+
 def test_all_faults_are_told_at_once(folder):
     text = refusal(folder, "rollout.group_size = 1\nrollout.sampling.top_p = 0.5\nrollout.sampling.top_k = 3")
     assert text.startswith("3 settings cannot work:")

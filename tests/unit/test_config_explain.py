@@ -56,6 +56,16 @@ def test_six_trajectories_a_rank_need_as_many_micro_batches_as_their_longest_for
     assert line_of(explain(config), "micro-batches").startswith(f"micro-batches <= {micro_batches} ")
 
 
+def test_the_bound_on_micro_batches_is_said_to_hold_for_trajectories_of_one_chain(load):
+    assert "more where trajectories have several chains" in " ".join(explain(load("")).split())
+
+
+@pytest.mark.parametrize(("kind", "count"), [("rloo", 2 * 6 * 4 * 28), ("remax", 2 * 6 * 5 * 28)])
+def test_the_bound_on_sampled_tokens_has_the_greedy_answers_in_it(load, kind, count):
+    text = explain(load(f'run.max_steps = 2\ntrainer.algorithm.kind = "{kind}"'))
+    assert line_of(text, "sampled tokens").startswith(f"sampled tokens <= {count} in what is trained or compared with")
+
+
 def test_ranks_that_share_rows_take_their_micro_batches_together(load):
     sizes = "trainer.num_ranks = 4\ntrainer.sequence_parallel_size = 2\ntrainer.max_tokens_per_micro_batch = 128"
     text = explain(load(sizes))

@@ -161,6 +161,51 @@ async def test_a_call_may_bring_its_own_stop_text():
     assert (reply.text, reply.finish_reason, len(reply.logprobs)) == ("abcX", FinishReason.STOP, 4)
 
 
+async def abandon(call, engine, monkeypatch):
+    """Give a call up while the engine works on it."""
+    begun = asyncio.Event()
+
+    async def never(*_arguments):
+        begun.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "generate", never)
+        task = asyncio.create_task(call)
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_call_that_was_given_up_and_is_made_again_goes_on_in_the_same_chain(monkeypatch):
+    calls, engine = conversations("A", "B", max_tokens=60)
+    await abandon(calls.chat([user("1")]), engine, monkeypatch)
+    first = await calls.chat([user("1")])
+    history = [user("1"), said(first.text), user("2")]
+    await abandon(calls.chat(history), engine, monkeypatch)
+    await calls.chat(history)
+    assert texts(calls) == ["user: 1\nassistant: [A]\nuser: 2\nassistant: [B]"]
+    assert [(t.chain, t.start, t.end) for t in calls.turns()] == [(0, 19, 20), (0, 40, 41)]
+    assert calls.counts == {}
+
+
+async def test_raw_text_that_was_given_up_and_is_asked_again_goes_on_in_the_same_chain(monkeypatch):
+    calls, engine = conversations("A", "B")
+    first = await calls.complete("1")
+    await abandon(calls.complete("1" + first.text + "2"), engine, monkeypatch)
+    await calls.complete("1" + first.text + "2")
+    assert texts(calls) == ["1[A]2[B]"]
+    assert calls.counts == {}
+
+
+async def test_a_branch_that_was_given_up_leaves_nothing_behind(monkeypatch):
+    calls, engine = conversations("A", "B")
+    await calls.chat([user("1")])
+    await abandon(calls.chat([user("2")]), engine, monkeypatch)
+    assert (texts(calls), calls.counts) == (["user: 1\nassistant: [A]"], {})
+
+
 async def test_an_empty_prompt_is_refused():
     calls, _ = conversations("a")
     with pytest.raises(BadCallError, match="empty"):

@@ -130,7 +130,17 @@ def facts(**changes):
         ({"latest": {"reward/zero_std_ratio": 1.0}}, "no_signal"),
         ({"latest": {"rollout/truncated_ratio": 0.9}}, "truncated"),
         ({"latest": {"experience/admitted": 100.0, "experience/failed": 20.0}}, "failures"),
-        ({"latest": {"experience/admitted": 100.0, "experience/evicted": 40.0}}, "dropped"),
+        (
+            {
+                "latest": {
+                    "experience/admitted": 100.0,
+                    "experience/evictions_stale": 20.0,
+                    "experience/evictions_waited_too_long": 10.0,
+                    "experience/evictions_fully_masked": 10.0,
+                }
+            },
+            "dropped",
+        ),
         ({"free_disk_ratio": 0.01}, "disk_low"),
     ],
 )
@@ -142,6 +152,12 @@ def test_a_healthy_run_an_ended_run_and_a_paused_run_raise_none():
     assert find_alerts(facts(silent={"rollout-0": 0.5})) == []
     assert find_alerts(facts(is_alive=False, silent={"rollout-0": 9999.0}, seconds_since_step=9999.0)) == []
     assert find_alerts(facts(is_paused=True, seconds_since_step=9999.0)) == []
+
+
+def test_evictions_that_no_bound_caused_raise_no_alert():
+    now = {"experience/admitted": 100.0, "experience/evicted": 90.0, "experience/evictions_stale": 20.0}
+    others = {f"experience/evictions_{reason}": 20.0 for reason in ("recycled", "payload_lost", "orphaned")}
+    assert find_alerts(facts(latest=now | others)) == []
 
 
 def test_failures_of_long_ago_raise_no_alert():

@@ -240,7 +240,7 @@ local function count_dropped_running(header)
   count('dropped_length:unfinished', unfinished)
 end
 
-local IS_NOT_AGE = { orphaned = true, payload_lost = true }
+local IS_FOR_AGE = { stale = true, waited_too_long = true, fully_masked = true }
 
 -- A group leaves without being trained. One that leaves a taken batch keeps its slot until that step is published.
 local function leave(header, bucket, detail)
@@ -251,7 +251,7 @@ local function leave(header, bucket, detail)
   if detail then count(bucket .. ':' .. detail, running + header.good) end
   if header.state == 'taken' then call('HSET', HELD, header.id, header.step) end
   reserve(header, 0)
-  local is_dropped = bucket == 'evicted' and not IS_NOT_AGE[detail]
+  local is_dropped = bucket == 'evicted' and IS_FOR_AGE[detail]
   if is_dropped then count_dropped_running(header) end
   drop_payloads(header.id, is_dropped and count_dropped or nil)
   call('UNLINK', prefix .. 'partials:' .. header.id)
