@@ -29,7 +29,8 @@ class RunState:
         status: `starting`, `running`, `stopping`, `finished`, `stopped` or `failed`.
         reason: why it stopped or failed, in a sentence.
         lives: how many times it was started or resumed.
-        roles: process id of each role that was started, by name.
+        roles: process id of each role that was started and has not ended in order, by name.
+        wanted_workers: how many rollout workers are wanted; 0 if that is not known.
         dashboard_url: of the dashboard that `run` serves; empty if it serves none.
     """
 
@@ -43,6 +44,7 @@ class RunState:
     lives: int = 1
     roles: dict[str, int] = field(default_factory=dict)
     dashboard_url: str = ""
+    wanted_workers: int = 0
     format_version: int = FORMAT_VERSION
 
 
@@ -147,6 +149,13 @@ class RunFolder:
         """Replace the state in one rename."""
         replace_file(self._state, json.dumps(asdict(state)), mode=OWNER_ONLY, synced=True)
         return state
+
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint; None if there is none."""
+        try:
+            return int((self.checkpoints / "latest").read_text("utf-8", errors="replace").strip().removeprefix("step_"))
+        except (OSError, ValueError):
+            return None
 
     def write_config(self, text: str) -> None:
         """Replace the settings in one rename: who reads them meanwhile, or after a kill, finds the old ones or the new."""

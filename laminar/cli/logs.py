@@ -109,6 +109,19 @@ def stamp_of(line: str) -> str:
     return line[:STAMP_LENGTH] if is_stamped else ""
 
 
+def last_error(folder: RunFolder, role: str) -> str:
+    """When and in which words a role's log last tells of an error; empty if its last lines tell of none."""
+    file = folder.logs / f"{role}.log"
+    stamp, words, is_error = "", "", False
+    for line in tail(file, MAX_LOOK_BACK_LINES) if file.is_file() else ():
+        if found := stamp_of(line):
+            stamp, is_error = found, " ERROR " in line or " CRITICAL " in line
+            words = f"{stamp} {line[STAMP_LENGTH + 1 :]}" if is_error else words
+        elif is_error and line.strip():  # the last line of a traceback says what was raised
+            words = f"{stamp} {line.strip()}"
+    return words
+
+
 def changed_at(file: Path) -> str:
     """When the file last changed, as a stamp."""
     seconds = file.stat().st_mtime

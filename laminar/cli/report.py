@@ -42,7 +42,8 @@ def write_report(folder: RunFolder, path: Path) -> None:
     lines = told(iterate_lines(folder.metrics))
     facts = {"id": state.run_id, "status": state.status, "reason": state.reason, "lives": state.lives}
     tree = read_toml(folder.config)  # the file as it is: another version of Laminar may have written it
-    bound = tree.get("staleness", {}).get("max_staleness")
+    staleness = tree.get("staleness")
+    bound = staleness.get("max_staleness") if isinstance(staleness, dict) else None
     settings = format_document(redact(tree))
     bound = bound if isinstance(bound, int) else None
     path.write_text(html_report(facts, lines, settings, bound=bound, written_at=time.time()), encoding="utf-8")

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 LAST_LIFE_SECONDS = 30.0
 """How long a resume waits for the sentinel of a killed life to clean up."""
+
+STOPPED = 130
 
 OnEvent = Callable[[Event, RunView], None]
 Say = Callable[[str], None]
@@ -88,21 +92,34 @@ def live(settings: LaminarConfig, folder: RunFolder, config_folder: Path) -> Non
     with screen(console, settings, show_panel) as (on_event, say):
         supervisor = Supervisor(settings, folder, config_folder, lock, on_event, say)
         try:
-            outcome = _run_to_the_end(supervisor)
+            was_cut = _run_to_the_end(supervisor)
         finally:
             with contextlib.suppress(OSError):
                 write_report(folder, folder.report)
     lines = told(iterate_lines(folder.metrics))
-    console.print(closing_report(outcome_facts(outcome), lines))
-    if outcome.status == "stopped":
-        raise typer.Exit(130)
+    console.print(closing_report(outcome_facts(supervisor.outcome), lines))
+    if was_cut:
+        _leave()
+    if supervisor.outcome.status == "stopped":
+        raise typer.Exit(STOPPED)
 
 
-def _run_to_the_end(supervisor: "Supervisor") -> "Outcome":
+def _run_to_the_end(supervisor: "Supervisor") -> bool:
+    """Run one life; whether it was ended at once."""
     try:
-        return asyncio.run(supervisor.run())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        asyncio.run(supervisor.run())
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return True
+    return False
+
+
+def _leave() -> NoReturn:
+    """End this process, everything of the run being gone, without waiting for threads that nobody waits for: a download."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(STOPPED)
 
 
 @contextlib.contextmanager

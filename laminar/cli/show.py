@@ -16,6 +16,7 @@ from laminar.errors import ConfigError
 from laminar.run_folder import RunFolder
 from laminar.trajectories import Record, Summary, TrajectoryFolder
 
+OPEN, CLOSE = "[[", "]]"
 STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 
 
@@ -44,7 +45,9 @@ def show(
     if as_json:
         typer.echo(json.dumps(record))
     else:
-        Console().print(*describe(record), sep="\n", highlight=False, soft_wrap=True)
+        console = Console()
+        has_colours = console.color_system is not None and not console.no_color
+        console.print(*describe(record, has_colours), sep="\n", highlight=False, soft_wrap=True)
 
 
 def _show_list(folder: RunFolder, kept: list[Summary], order: str, num_lines: int, as_json: bool) -> None:
@@ -83,8 +86,12 @@ def _cells(summary: Summary) -> tuple[str, ...]:
     )
 
 
-def describe(record: Record) -> list[Text]:
-    """The record as lines: facts, then the text, coloured by version; what was given is dim."""
+def describe(record: Record, has_colours: bool) -> list[Text]:
+    """The record as lines: facts, then the text.
+
+    What was sampled is coloured by version and what was given is dim; without colours what was sampled stands in brackets,
+    after its version.
+    """
     failure = record["failure"]
     outcome = f"failed: {failure['kind']}: {failure['text']}" if failure else f"reward {record['reward']:g}"
     terms = "".join(f", {name} {value:g}" for name, value in record["reward_terms"].items())
@@ -97,12 +104,15 @@ def describe(record: Record) -> list[Text]:
         Text(f"{outcome}{terms}; {trained}; ended by {record['finish_reason'] or '-'}"),
         Text(f"{record['num_sampled_tokens']} sampled tokens of versions ").append_text(_legend(versions)),
     ]
+    if not has_colours:
+        lines.append(Text(f"sampled is what stands in {OPEN}VERSION|...{CLOSE}, all else was given"))
     for chain in record["chains"]:
         line = Text()
         for segment in chain:
             version = segment["version"]
             style = "dim" if version is None else STYLES[versions.index(version) % len(STYLES)]
-            line.append("".join(segment["tokens"]), style)
+            text = "".join(segment["tokens"])
+            line.append(text if has_colours or version is None else f"{OPEN}{version}|{text}{CLOSE}", style)
         lines.append(line)
     return lines
 

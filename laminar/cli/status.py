@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +15,7 @@ from laminar.run_folder import RunFolder
 from laminar.telemetry.report import reward_of
 
 RECENT_STEPS = 20
-"""Over which tokens a second are told: one step alone says little."""
+"""Over which trained tokens a second are told: one step alone says little."""
 
 COUNTS = ("admitted", "running", "buffered", "taken", "trained", "filtered", "evicted", "failed", "reissued", "refilled")
 
@@ -64,7 +66,7 @@ def collect(folder: RunFolder) -> dict[str, Any]:
             "reward": round(float("nan") if (reward := reward_of(last)) is None else reward, 4),
             "staleness_max": last.get("staleness/versions_max"),
             "trained_tokens_per_s": round(recent.get("throughput/trained_tokens_per_second", 0)),
-            "generated_tokens_per_s": round(recent.get("throughput/generated_tokens_per_second", 0)),
+            "generated_tokens_per_s": round(last.get("throughput/generated_tokens_per_second", 0)),
         }
     if alive and state.redis_url:
         facts |= asyncio.run(_from_run(source))
@@ -78,10 +80,6 @@ async def _from_run(source: RunSource) -> dict[str, Any]:
     if trouble or view.snapshot is None:
         return {"data module": f"not reachable: {trouble or 'it is not up yet'}"}
     snapshot, state = view.snapshot, source.state()
-    roles = {
-        name: f"silent for {role['silent_seconds']:.0f} s" if role["is_silent"] else role["state"]
-        for name, role in state["roles"].items()
-    }
     return {
         "published": str(snapshot.published),
         "rollouts": "paused" if snapshot.is_paused else "admitting",
@@ -89,8 +87,18 @@ async def _from_run(source: RunSource) -> dict[str, Any]:
         "outstanding_groups": len(snapshot.headers),
         "trajectories": {name: value for name, value in asdict(snapshot.counters).items() if name in COUNTS},
         "refused_claims": snapshot.counters.refused_claims,
-        "roles": roles,
+        "rollout_workers": state["run"]["workers"],
+        "roles": {name: role_text(role, state["now"]) for name, role in state["roles"].items()},
         "trainer_waits_for": view.trainer_wait or "nothing in particular",
         "limited_by": state["bottleneck"],
         "alerts": [alert["text"] for alert in state["alerts"]],
     }
+
+
+def role_text(role: Mapping[str, Any], now: float) -> str:
+    """What a role does; of one that is silent since when, and the last error that it wrote down."""
+    if not role["is_silent"]:
+        return str(role["state"])
+    since = time.strftime("%H:%M:%S", time.localtime(now - role["silent_seconds"]))
+    error = role["last_error"] or "none in its log"
+    return f"silent for {role['silent_seconds']:.0f} s (since {since}; last error: {error})"

@@ -36,7 +36,7 @@ class Crew:
         context: RoleContext,
         telemetry: TelemetryWriter,
         say: Callable[[str], None],
-        note_process: Callable[[str, int], None],
+        note_process: Callable[[str, int | None], None],
     ) -> None:
         self._config, self._context, self._telemetry, self._say = config, context, telemetry, say
         self._note_process = note_process
@@ -163,6 +163,7 @@ class Crew:
 
     async def _tell_retired(self, role: str) -> None:
         """A role that ended in order is not silent, it is gone."""
+        self._note_process(role, None)
         await self._telemetry.emit("retired", fields={"role": role})
 
     async def _keep(self, role: str, life: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -48,7 +48,7 @@ class RayCluster:
     """A started or joined Ray cluster."""
 
     def __init__(self, address: str, num_cpus: int, run_id: str, scratch: Path) -> None:
-        local = address == "local"
+        self._is_local = local = address == "local"
         os.environ.update(
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
             RAY_worker_niceness="0",  # the roles are the job, not a background task (Ray's default is 15)
@@ -73,6 +73,13 @@ class RayCluster:
             raise ConfigError(
                 f"cluster.ray_address {address!r} is no address ({error}); write 'local', 'auto', or a host:port"
             ) from error
+
+    def free(self) -> tuple[float, float]:
+        """Cores and GPUs that no role uses. A local Ray is told of more CPUs than there are: this machine's cores count."""
+        left, cores = ray.available_resources(), 0.0
+        if self._is_local:
+            cores = len(os.sched_getaffinity(0)) - ray.cluster_resources().get("CPU", 0.0)
+        return cores + left.get("CPU", 0.0), left.get("GPU", 0.0)
 
     def stop(self) -> None:
         """Leave the cluster; a local one ends."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from laminar.cluster.crew import Crew
-from laminar.config.rollout import RolloutConfig
+from laminar.config.rollout import EngineConfig, RolloutConfig
 from laminar.errors import ConfigError, EnvironmentSetupError
 from laminar.telemetry.stream import TelemetryWriter
 
@@ -32,6 +32,17 @@ def wanted_number(text: str, now: int) -> int:
     return wanted
 
 
+def lacking(further: int, engine: EngineConfig, free: tuple[float, float]) -> str:
+    """What so many further workers want that is not free (cores, GPUs), and what follows; empty if nothing (pure)."""
+    free_cores, free_gpus = (max(0.0, number) for number in free)
+    cores, gpus = further * engine.num_threads, further * engine.num_gpus
+    if gpus > free_gpus:
+        return f"they want {gpus:g} more GPUs and {free_gpus:g} are free; what Ray cannot place in time is given up"
+    if cores > free_cores:
+        return f"they want {cores} more cores and {free_cores:g} are free; they slow each other, or wait for room"
+    return ""
+
+
 class Scaling:
     """Follows the wanted number.
 
@@ -40,16 +51,27 @@ class Scaling:
         crew: starts and retires them.
         telemetry: told of changes.
         say: for the user.
+        note_wanted: told of each change of the number, before it is followed.
+        free: cores and GPUs that no role uses.
 
     Attributes:
         wanted: the number.
     """
 
-    def __init__(self, rollout: RolloutConfig, crew: Crew, telemetry: TelemetryWriter, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        crew: Crew,
+        telemetry: TelemetryWriter,
+        say: Callable[[str], None],
+        note_wanted: Callable[[int], None],
+        free: Callable[[], tuple[float, float]],
+    ) -> None:
         self.wanted = rollout.num_workers
         self._workers = set(range(rollout.num_workers))
         self._rollout, self._has_manager = rollout, False
         self._crew, self._telemetry, self._say = crew, telemetry, say
+        self._note_wanted, self._free = note_wanted, free
         self._changed = asyncio.Event()
 
     async def change(self, arguments: Mapping[str, str]) -> str:
@@ -59,8 +81,11 @@ class Scaling:
             ConfigError: it is no number, or would leave no worker.
         """
         before, self.wanted = self.wanted, wanted_number(arguments.get("rollouts", ""), self.wanted)
+        text, further = f"{before} -> {self.wanted} rollout workers wanted", self.wanted - len(self._workers)
+        self._note_wanted(self.wanted)
         self._changed.set()
-        return f"{before} -> {self.wanted} rollout workers wanted"
+        lack = lacking(further, self._rollout.engine, await asyncio.to_thread(self._free))
+        return f"{text}: {lack}" if lack else text
 
     async def run(self) -> None:
         """Start and retire workers until cancelled.
@@ -92,6 +117,7 @@ class Scaling:
         except EnvironmentSetupError as error:
             self._workers.discard(index)
             self.wanted = min(self.wanted, len(self._workers))
+            self._note_wanted(self.wanted)
             await self._tell(f"no further worker: {error}")
 
     async def _tell(self, text: str) -> None:

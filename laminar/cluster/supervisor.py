@@ -2,7 +2,7 @@
 
 Order of starting: sentinel, prompts, Redis, Ray, then all roles at once: workers wait for the version that the trainer
 publishes first. Stopping undoes it in reverse, by the same path whether the run ended, failed, or was told to end.
-Every wait has a deadline. While the run starts there is no step to finish: the first signal ends it at once.
+Every wait has a deadline. What an order to stop does, and when, is `stopping`'s.
 
 It names roles by import string and knows nothing of models, engines or losses.
 """
@@ -42,6 +42,7 @@ from laminar.cluster.ray_cluster import RayCluster
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, cpus_needed
 from laminar.cluster.scaling import SPARE_WORKERS, Scaling
 from laminar.cluster.sentinel import Sentinel
+from laminar.cluster.stopping import Phase, Stopping, what_follows
 from laminar.cluster.usage import UsageMeter
 from laminar.config.root import LaminarConfig
 from laminar.control import Verb, forget_requests
@@ -60,6 +61,7 @@ T = TypeVar("T")
 logger = logging.getLogger("laminar.supervisor")
 UNEXPECTED = "an error that nobody expected; the output of the run, or logs/supervisor.log, has it"
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 USE_SECONDS = 2.0
 PROGRESS_SECONDS = 1.0
 CANCEL_SECONDS = 1.0
@@ -95,12 +97,11 @@ class Supervisor:
         self._config, self._folder, self._config_folder = config, folder, config_folder
         self._life_lock = life_lock
         self._on_event, self._say = on_event, say
-        self._stop = asyncio.Event()
-        self._is_starting = True
         self._is_giving_up = False
         self._server: EmbeddedServer | None = None
         self._children: dict[str, Child] = {}
         self.outcome = Outcome(folder, RunView(config.run.max_steps))
+        self._stopping = Stopping(folder, self.outcome.view, self._cancel)
 
     async def run(self) -> Outcome:
         """Start, watch, stop.
@@ -117,29 +118,34 @@ class Supervisor:
             self.outcome.status, self.outcome.reason = "failed", str(error)
             raise
         except asyncio.CancelledError:
-            self.outcome.status = "stopped"
-            if self.outcome.reason == UNEXPECTED:
-                self.outcome.reason = "ended at once"
+            if self.outcome.status != "finished":
+                self.outcome.status = "stopped"
+                self.outcome.reason = self._stopping.reason or self.outcome.reason
             raise
         finally:
             self.outcome.seconds = time.monotonic() - started
-            self._tell_state(status=self.outcome.status, reason=self.outcome.reason, redis_url="", dashboard_url="")
+            status, reason = self.outcome.status, self.outcome.reason
+            self._tell_state(status=status, reason=reason, redis_url="", dashboard_url="", roles={})
+            for number in SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(number)
         return self.outcome
 
     def _begin_life(self) -> RunState:
         """Mark the run as starting; its id and token stay the same over all lives."""
         try:
             old = self._folder.read_state()
-            state = RunState(old.run_id, old.token, os.getpid(), "starting", started_at=time.time(), lives=old.lives + 1)
+            run_id, token, lives = old.run_id, old.token, old.lives + 1
         except FileNotFoundError:
-            token = secrets.token_hex(16)
-            state = RunState(self._folder.path.name, token, os.getpid(), "starting", started_at=time.time())
-        os.environ[RUN_ID_VARIABLE] = state.run_id
-        return self._folder.write_state(state)
+            run_id, token, lives = self._folder.path.name, secrets.token_hex(16), 1
+        os.environ[RUN_ID_VARIABLE] = run_id
+        wanted = self._config.rollout.num_workers
+        return self._folder.write_state(
+            RunState(run_id, token, os.getpid(), "starting", started_at=time.time(), lives=lives, wanted_workers=wanted)
+        )
 
     async def _start_services(self, stack: AsyncExitStack, state: RunState) -> tuple[RunData, RoleContext]:
         """Signals, sentinel, prompts, Redis, Ray: each is undone in reverse order when the stack unwinds."""
-        self._catch_signals(stack)
+        self._catch_signals()
         scratch = f"/tmp/laminar-ray-{state.token[:8]}"
         folders = [str(Path(self._config.relay.root) / f"laminar-{state.run_id}-*"), scratch]
         sentinel = Sentinel(state.run_id, folders, self._life_lock)
@@ -166,9 +172,13 @@ class Supervisor:
 
         self._say("starting Ray")
         num_cpus = cpus_needed(self._config) + SPARE_WORKERS * self._config.rollout.engine.num_threads
-        cluster = RayCluster(self._config.cluster.ray_address, num_cpus, state.run_id, Path(scratch))
-        stack.callback(cluster.stop)
-        self._catch_signals(stack)  # again, for Ray puts its own handler in place
+        try:
+            self._cluster = RayCluster(self._config.cluster.ray_address, num_cpus, state.run_id, Path(scratch))
+        except SystemExit:  # Ray's own answer to a signal that comes while it starts
+            self._on_signal(signal.SIGTERM)
+            raise asyncio.CancelledError from None
+        stack.callback(self._cluster.stop)
+        self._catch_signals()  # again, for Ray puts its own handler in place
         context = RoleContext("supervisor", state.run_id, state.token, url, self._folder.path.resolve())
         return data, context
 
@@ -182,37 +192,28 @@ class Supervisor:
             self._note_process("dashboard", dashboard.pid)
             self._say(f"dashboard: {dashboard.url}")
 
-    def _catch_signals(self, stack: AsyncExitStack) -> None:
-        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+    def _catch_signals(self) -> None:
+        main = asyncio.current_task()
         assert main is not None
         self._main = main
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number, main)
-            stack.callback(loop.remove_signal_handler, number)
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def _on_signal(self, number: signal.Signals, main: "asyncio.Task[Any]") -> None:
-        if self._stop.is_set():
-            main.cancel()
-            return
-        self._stop.set()
-        if self._is_starting:
-            self.outcome.reason = "told to stop while it was starting"
-            self._say(f"{number.name}: ending, for no step has begun")
-            main.cancel()
-            return
-        self._say(f"{number.name}: finishing the step and saving a checkpoint; once more to end at once")
+    def _cancel(self, after_seconds: float) -> None:
+        if after_seconds:
+            asyncio.get_running_loop().call_later(after_seconds, self._main.cancel)
+        else:
+            self._main.cancel()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._say(f"{number.name}: {self._stopping.tell()}")
 
     async def _stop_by_request(self, arguments: Mapping[str, str]) -> str:
         """`stop`: in order, or at once (without a checkpoint)."""
         how = arguments.get("how", "drain")
         if how not in ("drain", "now"):
             raise ConfigError(f"stop {how!r} is not known; say drain or now")
-        if how == "now":
-            self.outcome.reason = "told to stop at once; resume replays the steps since the last checkpoint"
-            asyncio.get_running_loop().call_later(ANSWER_FIRST_SECONDS, self._main.cancel)
-            return "ending everything at once; resume replays the steps since the last checkpoint"
-        self._stop.set()
-        return "finishing the step and saving a checkpoint"
+        return (self._stopping.cut if how == "now" else self._stopping.tell)(ANSWER_FIRST_SECONDS)
 
     async def _live(self, data: RunData, context: RoleContext) -> None:
         """Run all roles until the trainer is done; then stop them."""
@@ -233,7 +234,7 @@ class Supervisor:
             self._server, self._redis, data, context.run_id, self._config, crew.restarts, telemetry, self._say
         )
         live = LiveSettings(self._config, self._folder, self._redis, context.run_id, data, keeper, crew)
-        scaling = Scaling(self._config.rollout, crew, telemetry, self._say)
+        scaling = Scaling(self._config.rollout, crew, telemetry, self._say, self._note_wanted, self._cluster.free)
         actions: dict[Verb, Action] = {
             Verb.STOP: self._stop_by_request, Verb.PAUSE: live.pause, Verb.UNPAUSE: live.unpause, Verb.SET: live.set,
             Verb.SCALE: scaling.change,
@@ -256,6 +257,7 @@ class Supervisor:
                     group.create_task(evaluations.run()),
                 ]
                 await self._train(crew, evaluations, follower, live, group, background)
+                self._stopping.phase = Phase.ENDING
                 await crew.stop()
                 await cancel_all(background)
         except* LaminarError as failures:
@@ -263,6 +265,7 @@ class Supervisor:
             await telemetry.emit("alert", fields={"name": "run_failed", "text": f"the run gave up: {error}"})
             raise error from None
         finally:
+            self._stopping.phase = Phase.ENDING
             with contextlib.suppress(redis.exceptions.RedisError):
                 await follower.drain()
             if not await observer.end():
@@ -288,13 +291,13 @@ class Supervisor:
     ) -> None:
         """Training and the evaluations around it; a stop signal cuts it short in order."""
         self._folder.update_state(status="running")
-        self._is_starting = False
+        self._stopping.phase = Phase.TRAINING
         training = group.create_task(crew.train())
         progress = group.create_task(self._watch_progress(crew, follower, live))
         for index in range(self._config.rollout.num_workers):
             evaluation = evaluations.evaluate_start if evaluations.wants_start and index == 0 else None
             background.append(group.create_task(crew.keep_worker(index, evaluation)))
-        stopping = group.create_task(self._stop.wait())
+        stopping = group.create_task(self._stopping.is_told.wait())
         await asyncio.wait([training, stopping], return_when=asyncio.FIRST_COMPLETED)
         if self._is_giving_up:
             await progress  # raises why
@@ -305,29 +308,37 @@ class Supervisor:
         progress.cancel()
         result = training.result()
         self.outcome.status, self.outcome.reason = "finished", str(result.get("reason", ""))
+        self._stopping.phase = Phase.EVALUATING
         evaluating = group.create_task(evaluations.finish(int(result["step"])))
         await asyncio.wait([evaluating, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not evaluating.done():
+            self.outcome.reason += "; told to stop before the last evaluation had ended"
         evaluating.cancel()
         stopping.cancel()
 
     async def _stop_training(self, crew: Crew, training: "asyncio.Task[dict[str, Any]]") -> None:
         self._tell_state(status="stopping")
         self.outcome.status = "stopped"
-        self.outcome.reason = "told to stop; the last checkpoint holds the finished steps"
+        how = "told to stop"
+        step = self.outcome.view.step
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await crew.stop_training()
-                await asyncio.shield(training)
+                result = await asyncio.shield(training)
+            step = int(result.get("step", step))
         except (TimeoutError, LaminarError) as error:
-            why = str(error) or f"{STOP_SECONDS:g} s were too short"
-            self.outcome.reason = (
-                f"told to stop; no checkpoint was saved ({why}); resume replays the steps since the last one"
-            )
+            how += f", and the step did not end in order ({str(error) or f'{STOP_SECONDS:g} s were too short'})"
             training.cancel()
+        self.outcome.reason = f"{how}; {what_follows(step, self._folder.saved_step())}"
 
-    def _note_process(self, role: str, pid: int) -> None:
+    def _note_process(self, role: str, pid: int | None) -> None:
+        """A role has this process now; None: it has ended in order."""
         with contextlib.suppress(OSError):
-            self._tell_state(roles={**self._folder.read_state().roles, role: pid})
+            roles = {**self._folder.read_state().roles, role: pid}
+            self._tell_state(roles={name: known for name, known in roles.items() if known is not None})
+
+    def _note_wanted(self, num_workers: int) -> None:
+        self._tell_state(wanted_workers=num_workers)
 
     def _tell_state(self, **changes: Any) -> None:
         """Note what `status` shows; a full disk must neither end a run for it nor hide why one ended."""

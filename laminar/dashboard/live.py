@@ -79,6 +79,7 @@ class LiveView:
     def apply(self, event: Event, heard_at: float | None = None) -> None:
         """Take in one event; it was heard when it was told, unless another time is given."""
         if event.kind in ("worker", "clock"):
+            self.retired.discard(event.role)
             self.note_role(event.role, event.time, event.metrics)
             self.roles[event.role].heard_at = event.time if heard_at is None else heard_at
             self.add_spans(event.role, event.fields.get("spans", ()))
@@ -91,9 +92,8 @@ class LiveView:
 
     def note_role(self, name: str, at: float, metrics: Mapping[str, float]) -> None:
         """A role's metrics of one moment; those that are not finite are left out, since a page cannot read them."""
-        self.retired.discard(name)
         role = self.roles[name]
-        role.metrics, role.heard_at = {n: value for n, value in metrics.items() if math.isfinite(value)}, at
+        role.metrics = {n: value for n, value in metrics.items() if math.isfinite(value)}
         self.windows[name].append((at, role.metrics))
 
     def add_spans(self, name: str, spans: Any) -> None:
@@ -151,6 +151,8 @@ class LiveFeed:
         self._url = ""
         self._known = (0, 0)
         """The newest event of a role that is in the view."""
+        self._heard: dict[str, tuple[int, int]] = {}
+        """The newest event of each role."""
         self._has_looked = False
 
     async def run(self) -> None:
@@ -186,8 +188,10 @@ class LiveFeed:
         for line in read_timeline(self._folder.timeline):
             if line["kind"] == "spans":
                 self.view.add_spans(line["role"], line["spans"])
-                self._known = max(self._known, order_of(line.get("event", "")))
-            else:
+                order = order_of(line.get("event", ""))
+                self._known, self._heard[line["role"]] = max(self._known, order), order
+                self.view.roles[line["role"]].heard_at = order[0] / 1000
+            else:  # of every role the latest, also of one that has been silent for long
                 for name, metrics in line["roles"].items():
                     self.view.note_role(name, line["time"], metrics)
 
@@ -215,7 +219,9 @@ class LiveFeed:
         if event.kind in ("worker", "clock"):
             if order <= self._known:
                 return
-            self._known = order
+            self._known = self._heard[event.role] = order
+        elif event.kind == "retired" and order < self._heard.get(str(event.fields.get("role")), order):
+            return  # it has come again since then
         # The first look finds what was told long ago; then the server's clock, which is one for all roles, says when.
         self.view.apply(event, time.time() if self._has_looked else order[0] / 1000)
 

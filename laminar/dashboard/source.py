@@ -6,10 +6,11 @@ Invariants: secrets of the config leave here only starred; nothing here changes 
 import asyncio
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from laminar.cli.logs import find_logs, last_lines
+from laminar.cli.logs import find_logs, last_error, last_lines
 from laminar.config.load import load_config, read_toml
 from laminar.config.redact import redact
 from laminar.config.root import LaminarConfig
@@ -79,8 +80,7 @@ class RunSource:
         buffer = describe_buffer(view.snapshot)
         ended = run.status in ("finished", "stopped", "failed")
         status = run.status if self.feed.is_alive or ended else f"dead while {run.status}"
-        missed = view.missed(run.started_at) if self.feed.is_alive else ()
-        silent = {n: round(max(0.0, now - r.heard_at), 1) if n in missed else None for n, r in view.roles.items()}
+        roles = self._roles(now)
         return {
             "run": {
                 "id": run.run_id,
@@ -93,23 +93,14 @@ class RunSource:
                 "bound": config.staleness.bound,
                 "policy": config.staleness.policy,
                 "in_flight_limit": config.rollout.max_in_flight_groups,
+                "workers": {"running": _num_running_workers(roles), "wanted": run.wanted_workers},
             },
             "step": self.history.steps[-1] if self.history.steps else 0,
             "num_marks": len(self.history.marks),
             "num_evaluations": len(self.history.evaluations),
             "latest": latest,
             "recent": self.history.recent(RECENT_STEPS),
-            "roles": {
-                name: {
-                    "state": role.state,
-                    "silent_seconds": silent[name],
-                    "is_silent": (silent[name] or 0.0) > SILENT_SECONDS,
-                    "metrics": role.metrics,
-                    "shares": view.shares(name, WINDOW_SECONDS),
-                }
-                for name in self._shown_roles()
-                for role in [view.roles[name]]
-            },
+            "roles": roles,
             "relays": self.feed.relays,
             "trainer_wait": view.trainer_wait,
             "buffer": buffer,
@@ -117,6 +108,25 @@ class RunSource:
             "alerts": [asdict(alert) for alert in find_alerts(self._facts(latest, now))],
             "now": now,
         }
+
+    def _roles(self, now: float) -> dict[str, dict[str, Any]]:
+        """Every role that is shown; of one that is silent also the last error in its log, which may say why."""
+        view, is_alive = self.feed.view, self.feed.is_alive
+        missed = view.missed(self.feed.state.started_at) if is_alive else ()
+        roles = {}
+        for name in self._shown_roles():
+            role = view.roles[name]
+            seconds = round(max(0.0, now - role.heard_at), 1) if name in missed else None
+            is_silent = (seconds or 0.0) > SILENT_SECONDS
+            roles[name] = {
+                "state": role.state,
+                "silent_seconds": seconds,
+                "is_silent": is_silent,
+                "last_error": last_error(self.folder, name) if is_silent else "",
+                "metrics": role.metrics,
+                "shares": view.shares(name, WINDOW_SECONDS),
+            }
+        return roles
 
     def _shown_roles(self) -> list[str]:
         """In order of their names; of a living run without those of an earlier life, or that ended in order."""
@@ -238,6 +248,12 @@ class RunSource:
             for alert in {a["name"]: a for a in state["alerts"]}.values()
         ]
         return render_metrics(samples, extra)
+
+
+def _num_running_workers(roles: Mapping[str, Mapping[str, Any]]) -> int:
+    """Rollout workers that are heard of and have started."""
+    workers = [role for name, role in roles.items() if name.startswith("rollout-")]
+    return sum(role["silent_seconds"] is not None and not role["is_silent"] and role["state"] != "start" for role in workers)
 
 
 def _drawable(known: Any, begin: float, resolution: float) -> list[list[Any]]:

@@ -80,9 +80,13 @@ def html_report(
         table(_facts(run, steps, lines, when)),
         f'<h2>Course</h2><div class="plots">{"".join(_plots(steps, marks, bound))}</div>',
     ]
+    if histogram := staleness_histogram(steps):
+        total, head = sum(histogram.values()), ("staleness (versions)", "trained trajectories", "share")
+        rows = [(str(k), f"{n:,}", f"{100 * n / total:.1f} %") for k, n in sorted(histogram.items())]
+        parts.append(f"<h2>Staleness</h2>{table(rows, head)}")
     if marks:
-        rows = [(str(mark["step"]), mark["text"]) for mark in marks[-100:]]
-        parts.append(f"<h2>Marks (step, what happened)</h2>{table(rows)}")
+        happened = [(str(mark["step"]), mark["text"]) for mark in marks[-100:]]
+        parts.append(f"<h2>Marks (step, what happened)</h2>{table(happened)}")
     parts.append(f"<h2>Settings</h2><pre>{escape(config_text)}</pre>")
     return page(f"Laminar run {run['id']}", parts)
 
@@ -117,8 +121,6 @@ def _facts(
 ) -> list[tuple[str, str]]:
     seconds = sum(step.get("time/step_seconds", 0.0) for step in steps)
     tokens = sum(step.get("train/tokens", 0.0) for step in steps)
-    histogram = staleness_histogram(steps)
-    total = sum(histogram.values()) or 1
     facts = [
         ("written", when),
         ("status", f"{run['status']}: {run['reason']}" if run["reason"] else str(run["status"])),
@@ -129,7 +131,6 @@ def _facts(
             f"first step {mean_reward(steps[:1]):.3f}, last {LAST_STEPS} steps {mean_reward(steps[-LAST_STEPS:]):.3f}",
         ),
         ("trained", f"{tokens:,.0f} tokens, {tokens / seconds if seconds else 0:,.1f} tokens/s"),
-        ("staleness", ", ".join(f"{k}: {n} trajectories ({100 * n / total:.0f} %)" for k, n in sorted(histogram.items()))),
     ]
     accuracies = {line["step"]: line["eval/accuracy"] for line in lines if line["kind"] == "evaluation"}
     facts += [("held-out accuracy", f"{found:.3f} at version {number}") for number, found in shown_accuracies(accuracies)]

@@ -110,7 +110,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("mismatch/masked_ratio", "share", "tokens to which `trainer.correction` gave no weight"),
     Metric("mismatch/masked_staleness_*", "share", "the same of tokens of this staleness"),
     Metric("throughput/trained_tokens_per_second", "tokens/s", "sampled tokens trained, over the step's whole span"),
-    Metric("throughput/generated_tokens_per_second", "tokens/s", "tokens sampled by all engines, over the same span"),
+    Metric(
+        "throughput/generated_tokens_per_second",
+        "tokens/s",
+        "tokens sampled by all engines, over the same span, or the last 10 s if they are longer",
+    ),
     Metric(
         "throughput/tokens_per_second_per_device",
         "tokens/s",

@@ -69,11 +69,27 @@ def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]])
     """The report as a table."""
     figures = summarize(facts, lines)
     rewards = [value for line in lines if line["kind"] == "step" and (value := reward_of(line)) is not None]
-    total = sum(figures["staleness"].values()) or 1
     table = Table(show_header=False, title=f"run {facts['status']}: {facts['reason']}", title_justify="left", box=None)
     table.add_column(justify="right", style="bold")
     table.add_column(overflow="fold")
-    table.add_row("steps", f"{figures['steps']} in {duration(float(facts['seconds']))} (start and stop included)")
+    spent = f"{duration(float(facts['seconds']))} (start and stop included)"
+    if figures["steps"]:
+        table.add_row("steps", f"{figures['steps']} in {spent}")
+        _add_training(table, figures, rewards)
+    else:
+        table.add_row("steps", f"none ended in {spent}")
+    if peak := float(facts["peak_resident_bytes"]):
+        table.add_row("memory", f"{peak / 1e9:.2f} GB at the peak, all processes together, without shared memory")
+    if facts["restarts"]:
+        table.add_row("restarts", ", ".join(f"{role}: {count}" for role, count in facts["restarts"].items()))
+    for text in facts.get("restores", ()):
+        table.add_row("restored", text)
+    table.add_row("run folder", str(facts["folder"]))
+    return table
+
+
+def _add_training(table: Table, figures: Mapping[str, Any], rewards: Sequence[float]) -> None:
+    """What can be said once a step has ended."""
     table.add_row(
         "mean reward",
         f"first {FIRST_STEPS} steps {figures['first_reward']:.3f} → last {LAST_STEPS} steps {figures['last_reward']:.3f}   "
@@ -81,6 +97,7 @@ def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]])
     )
     for number, accuracy in shown_accuracies(figures["accuracies"]):
         table.add_row("held-out accuracy", f"{accuracy:.3f} at version {number}")
+    total = sum(figures["staleness"].values()) or 1
     table.add_row(
         "staleness", "   ".join(f"{k}: {n} trajectories ({100 * n / total:.0f} %)" for k, n in figures["staleness"].items())
     )
@@ -90,13 +107,3 @@ def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]])
         f"generated {figures['generated_tokens_per_second']:.1f} tokens/s; "
         f"{100 * figures['generated_during_steps_ratio']:.0f} % of the generated tokens were made while a step ran",
     )
-    table.add_row(
-        "memory",
-        f"{float(facts['peak_resident_bytes']) / 1e9:.2f} GB at the peak, all processes together, without shared memory",
-    )
-    if facts["restarts"]:
-        table.add_row("restarts", ", ".join(f"{role}: {count}" for role, count in facts["restarts"].items()))
-    for text in facts.get("restores", ()):
-        table.add_row("restored", text)
-    table.add_row("run folder", str(facts["folder"]))
-    return table

@@ -1,7 +1,8 @@
 """What an observer knows of a run: the latest of everything, and totals that are right over the whole life (pure).
 
-Throughput uses one span above and below the line: tokens of a step over the seconds since the last step ended. Tokens are
-means of tokens, never means of means. Generated and trained are two numbers.
+Throughput uses one span above and below the line: tokens of a step over the seconds since the last step ended; of generated
+tokens a span of several reports at least. Tokens are means of tokens, never means of means. Generated and trained are two
+numbers.
 """
 
 from collections import Counter, defaultdict, deque
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from laminar.telemetry.clock import REPORT_SECONDS
 from laminar.telemetry.stream import Event
 from laminar.telemetry.totals import Total
 
@@ -28,6 +30,8 @@ LARGEST = (
 SMALLEST = ("weights/broadcast_bytes_per_second", "weights/pull_bytes_per_second")
 """What relays and workers last measured of a version, shown with every step as that of the worst of them."""
 
+RATE_SECONDS = 20 * REPORT_SECONDS
+"""Over which, at least, generated tokens a second are told: a worker reports some times meanwhile, however busy it is."""
 REMEMBERED_STEPS = 1000
 """That a late report is held against."""
 
@@ -37,7 +41,7 @@ UNKNOWN = -1.0
 
 @dataclass(slots=True)
 class GenerationMeter:
-    """Splits generated tokens into those made while a step was running and the others.
+    """Counts generated tokens, tells their rate, and splits them into those made while a step was running and the others.
 
     Workers report running totals; between two reports tokens are taken as evenly spread. A report may come after the end
     of a step in which its tokens were made.
@@ -48,14 +52,20 @@ class GenerationMeter:
     _last: dict[str, tuple[float, float]] = field(default_factory=dict)
     _pending: list[tuple[float, float, float]] = field(default_factory=list)
     _steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
+    _recent: deque[tuple[float, float]] = field(default_factory=deque)
+    _total_at_step: float = 0.0
 
     def report(self, role: str, time: float, running_total: float) -> None:
         """A worker has sampled `running_total` tokens by `time`; a smaller total than before means it was restarted."""
         last_time, last_total = self._last.get(role, (time, 0.0))
         made = running_total - last_total if running_total >= last_total else running_total
         self._last[role] = (time, running_total)
+        if not self._recent:
+            self._recent.append((time, self.total))
+        self.total += made
+        self._recent.append((time, self.total))
+        self._forget_before(time - RATE_SECONDS)
         if made > 0:
-            self.total += made
             self._pending.append((last_time, time, made))
             for started, ended in self._steps:
                 if ended > last_time:
@@ -64,6 +74,31 @@ class GenerationMeter:
     def begin(self, role: str, time: float, running_total: float) -> None:
         """A worker had sampled so many tokens by then, which are not to be counted here."""
         self._last[role] = (time, running_total)
+        if not self._recent:
+            self._recent.append((time, self.total))
+
+    def knows(self, role: str) -> bool:
+        """Whether a worker has reported."""
+        return role in self._last
+
+    def end_step(self, ended: float, seconds: float) -> float:
+        """Tokens a second by the end of a step: over its `seconds`, or over the last `RATE_SECONDS` if they are longer.
+
+        Spans of short steps overlap: a token counts in each step that ends within `RATE_SECONDS` after it is reported, so
+        rates times seconds still sum to the tokens. Before that much is known, the span begins with the first report.
+        """
+        made, self._total_at_step = self.total - self._total_at_step, self.total
+        if seconds >= RATE_SECONDS or not self._recent:
+            return made / seconds if seconds > 0 else 0.0
+        self._forget_before(ended - RATE_SECONDS)
+        first, before = self._recent[0]
+        span = min(RATE_SECONDS, ended - first)
+        return (self.total - before) / span if span > 0 else 0.0
+
+    def _forget_before(self, time: float) -> None:
+        """Keep of the reports until then the last one only."""
+        while len(self._recent) > 1 and self._recent[1][0] <= time:
+            self._recent.popleft()
 
     def settle_step(self, started: float, ended: float) -> None:
         """A step trained from `started` to `ended`: count what was generated meanwhile."""
@@ -113,7 +148,6 @@ class RunView:
     step_seconds: float = 0.0
     trainer_wait: str = ""
     _totals: dict[str, Total] = field(default_factory=lambda: defaultdict(Total))
-    _generated_at_step: float = 0.0
 
     def continue_from(self, line: Mapping[str, Any]) -> None:
         """What is counted so far goes on from the last step that has a line, whoever wrote it."""
@@ -126,12 +160,14 @@ class RunView:
         match event.kind:
             case "step":
                 self.step = max(self.step, int(event.metrics["train/step"]))
+                self.generation.end_step(event.time, event.metrics.get("time/step_seconds", 0.0))
                 for name in COUNTED_BY_THE_TRAINER:
                     self._totals[name].remember(event.role, event.metrics.get(name, 0.0))
             case "worker":
                 for name in SUMMED_OVER_WORKERS:
                     self._totals[name].remember(event.role, event.metrics.get(name, 0.0))
-                self.generation.begin(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
+                take = self.generation.report if self.generation.knows(event.role) else self.generation.begin
+                take(event.role, event.time, event.metrics.get("engine/generated_tokens", 0.0))
                 self.workers[event.role] = event.metrics
                 self._hear(event)
             case _:
@@ -183,11 +219,10 @@ class RunView:
         seconds = metrics.get("time/step_seconds", 0.0)
         self.step_seconds += seconds
         self.trained_tokens += metrics.get("train/tokens", 0.0)
-        generated = self.generation.total - self._generated_at_step
-        self._generated_at_step = self.generation.total
+        generated_per_second = self.generation.end_step(event.time, seconds)
         if seconds > 0:
             metrics["throughput/trained_tokens_per_second"] = metrics.get("train/tokens", 0.0) / seconds
-            metrics["throughput/generated_tokens_per_second"] = generated / seconds
+            metrics["throughput/generated_tokens_per_second"] = generated_per_second
             if self.train_devices:
                 devices = self.train_devices + self.engine_devices * len(self.workers)
                 metrics["throughput/tokens_per_second_per_device"] = metrics.get("train/tokens", 0.0) / seconds / devices

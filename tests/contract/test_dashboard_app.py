@@ -114,6 +114,37 @@ def test_a_role_of_a_living_run_is_silent_once_it_has_missed_ten_reports(folder)
     assert alert["text"].startswith("rollout-1 has been silent")
 
 
+def test_it_is_told_how_many_of_the_wanted_workers_run(folder):
+    folder.write_state(dataclasses.replace(folder.read_state(), status="running", wanted_workers=52))
+    source = RunSource(folder)
+    source.feed.is_alive = True
+    now = time.time()
+    told = [("rollout-0", now, "decode"), ("rollout-1", now, "start"), ("rollout-2", now - 60.0, "decode")]
+    for role, heard_at, state in (*told, ("trainer-0", now, "train")):
+        source.feed.view.apply(Event(role, "worker", heard_at, {}, {"spans": [[state, heard_at - 1.0, heard_at]]}))
+    assert source.state()["run"]["workers"] == {"running": 1, "wanted": 52}
+
+
+async def test_a_role_that_died_is_silent_though_the_files_tell_of_all_roles_ever_after(folder):
+    """The timeline repeats what each role said last, and `status` reads it before the stream."""
+    now = time.time()
+    folder.write_state(dataclasses.replace(folder.read_state(), status="running", started_at=now - 200.0))
+    timeline = TimelineFile(folder.timeline)
+    for role, ago in (("rollout-0", 90.0), ("rollout-1", 0.0)):
+        timeline.add_spans(role, [["decode", now - ago - 1.0, now - ago]], f"{int(1000 * (now - ago))}-0")
+    timeline.add_roles(now, {"rollout-0": {}, "rollout-1": {}})
+    failure = "ERROR laminar.rollout-0: run failed\nTraceback (most recent call last):\n  File x\nValueError: no such row\n"
+    (folder.logs / "rollout-0.log").write_text(f"2026-01-01 10:00:00,000 {failure}2026-01-01 10:00:01,000 INFO a: end\n")
+    source = RunSource(folder)
+    await source.feed.look_once()
+    source.feed.is_alive = True
+    roles = source.state()["roles"]
+    assert {name: role["is_silent"] for name, role in roles.items()} == {"rollout-0": True, "rollout-1": False}
+    assert roles["rollout-0"]["silent_seconds"] == pytest.approx(90.0, abs=5.0)
+    assert roles["rollout-0"]["last_error"] == "2026-01-01 10:00:00,000 ValueError: no such row"
+    assert roles["rollout-1"]["last_error"] == ""
+
+
 async def test_a_resume_misses_neither_the_roles_nor_the_steps_of_the_life_before(folder):
     TimelineFile(folder.timeline).add_roles(104.0, {"rollout-0": {}, "rollout-1": {}})
     folder.write_state(dataclasses.replace(folder.read_state(), status="running", started_at=time.time(), lives=2))
@@ -161,6 +192,17 @@ async def test_roles_whose_clocks_are_behind_are_heard_and_are_not_silent(living
         await wait_for(lambda count=count: len(feed.view.windows["rollout-0"]) == count)
         assert feed.view.roles["rollout-0"].heard_at > behind + 400.0
     assert list(feed.view.spans["rollout-0"]) == [("decode", behind, behind + 2.0)]
+
+
+@pytest.mark.usefixtures("living")
+async def test_a_role_that_ended_in_order_and_came_again_is_not_taken_for_gone(redis_client, run_id, folder):
+    for kind, role in (("worker", "rollout-1"), ("retired", "supervisor"), ("worker", "rollout-1")):
+        event = Event(role, kind, 1.0, {}, {"role": "rollout-1", "spans": [["decode", 0.0, 1.0]]})
+        last = await redis_client.xadd(stream_key(run_id), {b"e": msgspec.msgpack.encode(event)})
+    TimelineFile(folder.timeline).add_spans("rollout-1", [["decode", 0.0, 1.0]], last.decode())
+    feed = LiveFeed(folder)
+    assert await feed.look_once() == ""
+    assert feed.view.retired == set()
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"run_id": "cut sho'])

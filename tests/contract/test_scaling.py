@@ -54,10 +54,10 @@ async def scaled():
     """Start following with a crew of two; gives the scaling and what it said."""
     tasks = []
 
-    def start(crew, **rollout):
-        said = []
+    def start(crew, free=(99.0, 0.0), noted=None, **rollout):
+        said, noted = [], [] if noted is None else noted
         config = RolloutConfig.model_validate({"num_workers": 2, **rollout})
-        scaling = Scaling(config, crew, Telemetry(), said.append)
+        scaling = Scaling(config, crew, Telemetry(), said.append, noted.append, lambda: free)
         tasks.append(asyncio.create_task(scaling.run()))
         return scaling, said
 
@@ -117,15 +117,31 @@ async def test_there_is_no_manager_where_replicas_do_not_drain(scaled):
 
 
 async def test_a_worker_without_room_is_told_of_and_the_number_goes_back(scaled):
-    crew = Crew(room=3)
-    scaling, said = scaled(crew)
+    crew, noted = Crew(room=3), []
+    scaling, said = scaled(crew, noted=noted)
     await scaling.change({"rollouts": "+2"})
     await follow(crew, {0, 1, 2})
     async with asyncio.timeout(20):
         while scaling.wanted != 3:
             await asyncio.sleep(0.005)
     assert any("no further worker: Ray found no room for rollout-3" in text for text in said)
+    assert noted == [4, 3]
     assert await scaling.change({"rollouts": "+1"}) == "3 -> 4 rollout workers wanted"
+
+
+@pytest.mark.parametrize(
+    ("change", "num_gpus", "free", "lack"),
+    [
+        ("+2", 0, (2.0, 0.0), ""),
+        ("-1", 0, (-3.0, 0.0), ""),
+        ("52", 0, (1.0, 0.0), ": they want 50 more cores and 1 are free; they slow each other, or wait for room"),
+        ("+1", 0, (-2.0, 0.0), ": they want 1 more cores and 0 are free; they slow each other, or wait for room"),
+        ("+3", 2, (99.0, 4.0), ": they want 6 more GPUs and 4 are free; what Ray cannot place in time is given up"),
+    ],
+)
+async def test_who_asks_for_more_workers_than_there_is_room_for_is_told_so(scaled, change, num_gpus, free, lack):
+    scaling, _ = scaled(Crew(), free=free, engine={"num_gpus": num_gpus})
+    assert (await scaling.change({"rollouts": change})).partition("wanted")[2] == lack
 
 
 @pytest.mark.parametrize(
@@ -188,7 +204,8 @@ async def test_a_worker_that_is_still_starting_is_retired_too_and_its_number_is_
     monkeypatch.setattr("laminar.cluster.crew.RoleProcess", Process)
     monkeypatch.setattr(Process, "made", [])
     config = LaminarConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"num_workers": 1}})
-    crew = RealCrew(config, RoleContext("supervisor", "run", "token", "", tmp_path), Telemetry(), print, lambda *_: None)
+    pids = {}
+    crew = RealCrew(config, RoleContext("supervisor", "run", "token", "", tmp_path), Telemetry(), print, pids.__setitem__)
     monkeypatch.setattr(crew, "_relays", SimpleNamespace(need=Telemetry().emit))
     scaling, said = scaled(crew, num_workers=1, weight_update="in_flight")
 
@@ -205,8 +222,10 @@ async def test_a_worker_that_is_still_starting_is_retired_too_and_its_number_is_
     await settled(lambda: len(Process.made) == 3)
     Process.made[2].letting_in.set()
     await settled(lambda: states()[2] == ("rollout-1", "runs"))
+    assert pids == {"rollout-1": 1}
     await scaling.change({"rollouts": "-1"})
     await settled(lambda: states()[2] == ("rollout-1", "killed"))
+    await settled(lambda: pids == {"rollout-1": None})
 
 
 async def test_a_number_that_was_lost_in_the_middle_is_the_next_one_to_come(scaled):

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import time
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -10,7 +11,8 @@ from typer.testing import CliRunner
 
 from laminar import doctor
 from laminar.cli.main import app
-from laminar.cli.status import as_text
+from laminar.cli.show import describe
+from laminar.cli.status import as_text, role_text
 from laminar.config.load import dump_toml
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError, EnvironmentSetupError, RunNotAliveError
@@ -33,8 +35,9 @@ def folder(tmp_path, trajectory_maker):
     metrics = MetricsFile(run.metrics)
     for step in (1, 2):
         metrics.append(
-            "step", step, {"train/loss": 0.5, "reward/mean": 0.25 * step, "time/step_seconds": 2.0, "train/tokens": 100}
-        )
+            "step", step, {"train/loss": 0.5, "reward/mean": 0.25 * step, "time/step_seconds": 2.0, "train/tokens": 100,
+                           "staleness/histogram_0": 3.0, f"staleness/histogram_{step}": 1.0},
+        )  # fmt: skip
     metrics.append("mark", 1, {"time": 0.0, "what": "control", "text": "bound <3>"})
     log = TrajectoryLog(run.trajectories, "w", CodePointTokenizer(), rate=1.0, max_bytes=10**6)
     log.add(trajectory_maker.play("00000003", 0, "0.0", reward=0.25))
@@ -51,6 +54,8 @@ def test_a_report_is_one_file_that_needs_no_other_and_tells_no_secret(folder):
     text = folder.report.read_text()
     assert result.stdout.strip() == str(folder.report)
     assert "50.0 tokens/s" in text  # 200 tokens in 4 s
+    rows = [("0", "6", "75.0 %"), ("1", "1", "12.5 %"), ("2", "1", "12.5 %")]
+    assert all(f'<th scope="row">{k}</th><td>{count}</td><td>{share}</td>' in text for k, count, share in rows)
     assert "run-&lt;a&gt;" in text
     assert "bound &lt;3&gt;" in text
     assert "hunter2" not in text
@@ -69,6 +74,12 @@ def test_a_run_of_another_version_of_laminar_is_reported_with_its_bound_and_what
     assert "2, in 4" in text
 
 
+def test_a_run_whose_staleness_is_no_table_is_reported_without_a_bound(folder):
+    folder.config.write_text("staleness = 3\n")
+    assert run_command("report", folder.path).exit_code == 0
+    assert ">bound<" not in folder.report.read_text()
+
+
 def test_a_report_that_cannot_be_written_is_refused(folder):
     assert isinstance(run_command("report", folder.path, "--output", folder.path / "none" / "r.html").exception, ConfigError)
 
@@ -78,6 +89,21 @@ def test_a_kept_trajectory_is_shown_by_the_beginning_of_its_id(folder):
     assert "reward 0.25; not trained" in result.stdout
     record = json.loads(run_command("show", folder.path, "00000003-000", "--json").stdout)
     assert record["chains"][0][1]["token_ids"] == [7, 8, 9]
+
+
+def test_without_colours_what_was_sampled_stands_in_brackets_after_its_version(folder):
+    record = json.loads(run_command("show", folder.path, "00000003", "--json").stdout)
+    record["chains"] = [
+        [{"version": None, "tokens": ["2 + ", "2 ="]}, {"version": "0.3", "tokens": [" 4", "!"]},
+         {"version": "0.4", "tokens": ["?"]}, {"version": None, "tokens": ["\nright"]}]
+    ]  # fmt: skip
+    plain = [line.plain for line in describe(record, has_colours=False)]
+    assert plain[-2:] == [
+        "sampled is what stands in [[VERSION|...]], all else was given",
+        "2 + 2 =[[0.3| 4!]][[0.4|?]]\nright",
+    ]
+    assert describe(record, has_colours=True)[-1].plain == "2 + 2 = 4!?\nright"
+    assert "[[0.0|" in run_command("show", folder.path, "00000003").stdout
 
 
 def test_facts_are_told_in_words():
@@ -184,3 +210,11 @@ def test_an_unfit_machine_ends_with_the_exit_code_for_it(monkeypatch):
     error = run_command("doctor").exception
     assert isinstance(error, EnvironmentSetupError)
     assert "open files" in str(error)
+
+
+def test_a_silent_role_is_shown_with_since_when_and_its_last_error():
+    role = {"state": "decode", "is_silent": True, "silent_seconds": 90.0, "last_error": "2026-01-01 10:00:00,000 E: x"}
+    since = time.strftime("%H:%M:%S", time.localtime(1000.0))
+    assert role_text(role, 1090.0) == f"silent for 90 s (since {since}; last error: 2026-01-01 10:00:00,000 E: x)"
+    assert role_text({**role, "last_error": ""}, 1090.0) == f"silent for 90 s (since {since}; last error: none in its log)"
+    assert role_text({**role, "is_silent": False}, 1090.0) == "decode"

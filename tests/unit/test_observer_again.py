@@ -138,15 +138,16 @@ async def test_sums_go_on_over_a_restarted_worker_trainer_and_observer_and_over_
     assert (lines(folder)[-1][WAITED], lines(folder)[-1][DROPPED]) == (11.0, 4.0)
 
 
-async def test_tokens_that_an_earlier_observer_has_seen_make_no_throughput(tmp_path):
+async def test_an_observer_that_is_started_again_tells_the_same_throughput(tmp_path):
     folder, stream = RunFolder.create(tmp_path, "a"), Stream()
+    stream.worker(0.0, tokens=0.0)
     stream.worker(0.0, tokens=1000.0)
-    stream.step(1)
+    stream.step(1)  # at 2.0
     await observed(stream, folder)
-    stream.worker(0.0, tokens=1070.0)
-    stream.step(2)
+    stream.worker(0.0, tokens=1200.0)
+    stream.step(2)  # at 4.0
     await observed(stream, folder)
-    assert [line["throughput/generated_tokens_per_second"] for line in lines(folder)] == [1000.0, 70.0]
+    assert [line["throughput/generated_tokens_per_second"] for line in lines(folder)] == [500.0, 300.0]
 
 
 def test_a_total_counts_what_is_new_and_a_smaller_count_as_a_new_start():

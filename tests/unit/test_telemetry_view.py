@@ -1,7 +1,6 @@
 """Throughput and generation accounting (case D29), by hand calculation."""
 
 import io
-import math
 import re
 from pathlib import Path
 
@@ -143,6 +142,39 @@ def test_tokens_that_are_reported_after_the_end_of_their_step_count_for_it(lengt
     assert meter.during_steps == pytest.approx(1000 * count * length)
 
 
+def rates_of(reports, steps):
+    """What steps, given as (end, seconds), tell, where reports are given as (time, running total) of one worker."""
+    meter, rates = GenerationMeter(), []
+    events = [(time, 0, total) for time, total in reports] + [(end, 1, seconds) for end, seconds in steps]
+    for time, is_step, value in sorted(events):
+        if is_step:
+            rates.append(meter.end_step(time, value))
+        else:
+            meter.report("a", time, value)
+    return rates
+
+
+@pytest.mark.parametrize("seconds", [0.13, 0.7, 3.1, 12.0])
+def test_generated_tokens_a_second_are_even_where_generation_is_and_sum_to_all_tokens(seconds):
+    """1,000 tokens/s, told every 0.5 s; steps follow each other for ten minutes."""
+    ends = [seconds * count for count in range(1, int(600 / seconds) + 1)]
+    rates = rates_of([(0.5 * k, 500 * k) for k in range(1201)], [(end, seconds) for end in ends])
+    settled = [rate for rate, end in zip(rates, ends, strict=True) if end > 10]
+    assert 940 < min(settled) <= max(settled) < 1060  # at most one report too few or too many of 20
+    assert sum(rate * seconds for rate in rates) == pytest.approx(1000 * ends[-1], rel=0.01)
+
+
+def test_generated_tokens_are_told_of_the_last_ten_seconds_or_of_a_longer_step():
+    reports = [(0.0, 0), (4.0, 400), (5.0, 500), (11.0, 1100), (16.0, 2100), (40.0, 4500)]
+    steps = [(5.5, 0.5), (17.0, 0.5), (41.0, 24.0), (51.5, 0.5)]
+    # 500 since 0.0; 1,600 since 7.0, where 500 had been told; 2,400 since the last step; nothing since 41.5
+    assert rates_of(reports, steps) == pytest.approx([500 / 5.5, 160, 100, 0])
+
+
+def test_before_the_first_report_nothing_is_known_of_generation():
+    assert rates_of([(2.0, 0)], [(1.0, 0.5), (2.0, 0.5)]) == [0, 0]
+
+
 def test_a_restarted_worker_counts_its_new_tokens_only_once():
     meter = GenerationMeter()
     meter.report("a", 0.0, 0)
@@ -194,13 +226,17 @@ def test_the_report_averages_first_three_and_last_five_rewards():
     assert closing_report(facts, lines).row_count == 8
 
 
-def test_a_report_without_any_step_says_nan_and_does_not_fail():
+def test_a_report_without_any_step_says_so_and_tells_of_no_reward_or_throughput():
     facts = {
         "status": "failed", "reason": "x", "folder": "f", "seconds": 1.0, "peak_resident_bytes": 0,
         "restarts": {"trainer": 1}, "generated_tokens": 0.0, "step_seconds": 0.0, "generated_during_steps": 0.0,
     }  # fmt: skip
-    assert math.isnan(summarize(facts, [])["first_reward"])
-    closing_report(facts, [])
+    console = Console(width=150, file=io.StringIO())
+    console.print(closing_report(facts, []))
+    told = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert told == [
+        "run failed: x", "steps none ended in 1 s (start and stop included)", "restarts trainer: 1", "run folder f"
+    ]  # fmt: skip
 
 
 def test_the_reports_read_nothing_of_a_line_but_what_they_keep_of_it():

@@ -32,7 +32,7 @@ export function open(root) {
     tiles.Reward.set(show(now["reward/finished_mean"] ?? now["reward/mean"]), `trained ones ${show(now["reward/mean"])}`);
     tiles.Loss.set(show(now["train/loss"], 4), `mismatch KL ${show(now["mismatch/kl"])}`);
     tiles.Trained.set(show(whole(recent["throughput/trained_tokens_per_second"])), "tokens/s, the last 20 steps");
-    tiles.Generated.set(show(whole(recent["throughput/generated_tokens_per_second"])), "tokens/s, the last 20 steps");
+    tiles.Generated.set(show(whole(now["throughput/generated_tokens_per_second"])), "tokens/s, over 10 s or the last step, if it took longer");
     tiles.Staleness.set(`${show(now["staleness/versions_max"])} of ${state.run.bound ?? "∞"}`, `mean ${show(now["staleness/versions_mean"], 2)}, policy ${state.run.policy}`);
     tiles.Buffer.set(show(now["experience/ready_groups"]), `groups ready; ${show(now["experience/open_groups"])} being played`);
     tiles.Weights.set(buffer.published ?? show(now["weights/trainer_version"]), `publish stall ${duration(now["time/publish_stall_seconds"])}`);

@@ -9,7 +9,8 @@ export function open(root) {
     { title: "open", num: true }, { title: "cache", num: true }, { title: "tokens", num: true }, { title: "finished", num: true }, { title: "failed", num: true },
     { title: "aborted", num: true }, { title: "moved", num: true }, { title: "guests", num: true }, { title: "restarts", num: true }, { title: "decode", num: true }, { title: "idle", num: true }]);
   const charts = el("div", { class: "charts" });
-  root.append(el("h1", {}, title), el("div", { class: "card" }, replicas.element), el("h2", {}, "The last minutes"), charts);
+  const count = el("p", { class: "soft", id: "workers" });
+  root.append(el("h1", {}, title), count, el("div", { class: "card" }, replicas.element), el("h2", {}, "The last minutes"), charts);
   const drawn = {};
   const kinds = { "engine/running": "Requests being decoded", "engine/kv_use_ratio": "Key-value cache in use", "worker/version_number": "Weight version" };
 
@@ -33,16 +34,21 @@ export function open(root) {
   }
   load();
   const timer = setInterval(load, 2000);
+  function row([name, role]) {
+    const m = role.metrics, dead = role.is_silent, s = role.shares;
+    const failed = Object.entries(m).filter(([key]) => key.startsWith("rollout/failures_")).reduce((sum, [, value]) => sum + value, 0);
+    const idle = Object.entries(s).filter(([key]) => key.startsWith("idle")).reduce((sum, [, value]) => sum + value, 0);
+    return { class: dead ? "dead" : "", cells: [name, dead ? `✕ silent for ${duration(role.silent_seconds)}${role.last_error ? `; last error: ${role.last_error}` : ""}` : role.state,
+      m["worker/version_number"] < 0 ? "unknown" : show(m["worker/version_number"]), show(m["engine/running"]), show(m["engine/waiting"]), show(m["worker/open_trajectories"]),
+      percent(m["engine/kv_use_ratio"]), show(m["engine/generated_tokens"]), show(m["worker/finished_trajectories"]), show(failed), show(m["worker/aborted_trajectories"]), show(m["worker/moved_trajectories"] ?? 0), show(m["worker/guest_trajectories"] ?? 0),
+      show(m["worker/engine_restarts"]), percent(s.decode ?? 0), percent(idle)] };
+  }
   return {
-    onState: (state) => replicas.set(Object.entries(state.roles).filter(([name]) => name.startsWith("rollout-")).map(([name, role]) => {
-      const m = role.metrics, dead = role.is_silent, s = role.shares;
-      const failed = Object.entries(m).filter(([key]) => key.startsWith("rollout/failures_")).reduce((sum, [, value]) => sum + value, 0);
-      const idle = Object.entries(s).filter(([key]) => key.startsWith("idle")).reduce((sum, [, value]) => sum + value, 0);
-      return { class: dead ? "dead" : "", cells: [name, dead ? `✕ silent for ${duration(role.silent_seconds)}` : role.state,
-        m["worker/version_number"] < 0 ? "unknown" : show(m["worker/version_number"]), show(m["engine/running"]), show(m["engine/waiting"]), show(m["worker/open_trajectories"]),
-        percent(m["engine/kv_use_ratio"]), show(m["engine/generated_tokens"]), show(m["worker/finished_trajectories"]), show(failed), show(m["worker/aborted_trajectories"]), show(m["worker/moved_trajectories"] ?? 0), show(m["worker/guest_trajectories"] ?? 0),
-        show(m["worker/engine_restarts"]), percent(s.decode ?? 0), percent(idle)] };
-    })),
+    onState: (state) => {
+      const { running, wanted } = state.run.workers;
+      count.textContent = state.run.is_alive && wanted ? `${running} of ${wanted} wanted workers are running` : "";
+      replicas.set(Object.entries(state.roles).filter(([name]) => name.startsWith("rollout-")).map(row));
+    },
     close: () => clearInterval(timer),
   };
 }
