@@ -115,7 +115,7 @@ def facts(**changes):
     return Facts(
         **{
             "is_alive": True, "silent": {}, "latest": {}, "earlier": {}, "seconds_since_step": 1.0,
-            "mean_step_seconds": 1.0, "free_disk_ratio": 0.5, **changes,
+            "mean_step_seconds": 1.0, "free_disk_ratio": 0.5, "mismatch_alarm": 0.05, **changes,
         }
     )  # fmt: skip
 
@@ -125,7 +125,7 @@ def facts(**changes):
     [
         ({"silent": {"rollout-1": 6.0}}, "role_silent"),
         ({"seconds_since_step": 61.0}, "no_progress"),
-        ({"latest": {"mismatch/kl": 0.2}}, "mismatch"),
+        ({"latest": {"mismatch/kl_staleness_0": 0.2}}, "mismatch"),
         ({"latest": {"train/skipped_steps": 2.0}}, "skipped_steps"),
         ({"latest": {"reward/zero_std_ratio": 1.0}}, "no_signal"),
         ({"latest": {"rollout/truncated_ratio": 0.9}}, "truncated"),
@@ -142,6 +142,14 @@ def test_a_healthy_run_an_ended_run_and_a_paused_run_raise_none():
     assert find_alerts(facts(silent={"rollout-0": 0.5})) == []
     assert find_alerts(facts(is_alive=False, silent={"rollout-0": 9999.0}, seconds_since_step=9999.0)) == []
     assert find_alerts(facts(is_paused=True, seconds_since_step=9999.0)) == []
+
+
+def test_a_mismatch_is_judged_by_fresh_tokens_and_the_runs_own_alarm():
+    stale = {"mismatch/kl": 0.3, "mismatch/kl_staleness_2": 0.4}
+    assert find_alerts(facts(latest=stale)) == []
+    assert find_alerts(facts(latest=stale | {"mismatch/kl_staleness_0": 0.2}, mismatch_alarm=0.25)) == []
+    (alert,) = find_alerts(facts(latest={"mismatch/kl_staleness_0": 0.3}, mismatch_alarm=0.25))
+    assert "KL of 0.3, above trainer.mismatch_alarm = 0.25; compare temperature" in alert.text
 
 
 def test_failures_of_long_ago_raise_no_alert():
