@@ -142,6 +142,7 @@ class RunSource:
             [view.shares(name, WINDOW_SECONDS) for name in self._shown_roles() if name.startswith("rollout-")],
             staleness_mean=sum(recent) / len(recent) if recent else None,
             bound=self.config.staleness.bound,
+            is_alive=self.feed.is_alive,
             is_paused=bool(snapshot and snapshot.is_paused),
             filtering=self._filtering(),
         )

@@ -107,6 +107,37 @@ def test_staleness_is_mentioned_only_where_it_leaves_room():
     assert "far below" not in sentence(WAITING, {"decode": 1.0}, bound=None)
 
 
+def test_a_bound_of_0_is_said_to_make_generation_and_training_take_turns():
+    turns = "generation and training take turns at staleness.max_staleness = 0; raise it to let them overlap, or add "
+    assert sentence({"wait": 0.7, "train": 0.3}, {"decode": 0.7, "idle_staleness": 0.3}, mean=0.0, bound=0) == (
+        f"Trainer waits 70 % of the time: {turns}rollouts to shorten the longer turn."
+    )
+    assert sentence({"wait": 0.3, "train": 0.7}, {"decode": 0.3, "idle_staleness": 0.7}, mean=0.0, bound=0) == (
+        f"Trainer waits 30 % of the time: {turns}trainer ranks to shorten the longer turn."
+    )
+    assert sentence({"wait": 0.1, "train": 0.9}, {"decode": 0.1, "idle_staleness": 0.9}, mean=0.0, bound=0) == (
+        f"Rollouts stand still 90 % of the time: {turns}trainer ranks to shorten the longer turn."
+    )
+    assert "speed those up" in sentence({"wait": 0.7, "train": 0.3}, {"environment": 0.6, "decode": 0.4}, mean=0.0, bound=0)
+
+
+def test_a_run_without_rollouts_that_are_known_is_not_told_to_add_some():
+    for rollouts in ((), ({},)):
+        assert sentence({"wait": 1.0}, *rollouts).startswith("No rollout worker is heard of")
+    assert "add rollouts" in sentence({"wait": 1.0}, {}, {"decode": 1.0})
+
+
+def test_of_a_run_that_has_ended_the_last_minutes_are_told():
+    def ended(trainer, *rollouts):
+        return bottleneck(trainer, rollouts, staleness_mean=None, bound=1, is_alive=False)
+
+    assert ended({}) == ended({"train": 1.0}) == "The run has ended."
+    assert ended({"train": 1.0}, {"decode": 1.0}) == (
+        "The run has ended. Its last minutes: Balanced: the trainer trains 100 % of the time and waits 0 %; "
+        "rollouts generate 100 %."
+    )
+
+
 def test_mean_shares_count_a_missing_state_as_nothing():
     assert mean_shares([{"a": 1.0}, {"a": 0.5, "b": 0.5}]) == {"a": 0.75, "b": 0.25}
 
