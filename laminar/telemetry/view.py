@@ -125,12 +125,14 @@ class RunView:
         max_steps: that the run is to take.
         train_devices: that train; 0 if it is not known, then nothing is told by device.
         engine_devices: that an engine is split over.
+        first_step: the first that ended in this life; 0 before.
     """
 
     max_steps: int
     train_devices: int = 0
     engine_devices: int = 1
     step: int = 0
+    first_step: int = 0
     latest: dict[str, float] = field(default_factory=dict)
     workers: dict[str, dict[str, float]] = field(default_factory=dict)
     roles: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -213,6 +215,7 @@ class RunView:
     def _apply_step(self, event: Event) -> dict[str, float]:
         metrics = dict(event.metrics)
         self.step = int(metrics["train/step"])
+        self.first_step = self.first_step or self.step
         self.trainer_wait = ""
         self.step_ends = [*self.step_ends[-19:], event.time]
         self.generation.settle_step(float(event.fields["train_started"]), float(event.fields["train_ended"]))

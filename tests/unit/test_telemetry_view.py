@@ -214,6 +214,7 @@ def test_the_report_averages_first_three_and_last_five_rewards():
     facts = {
         "status": "finished", "reason": "max_steps", "folder": "f", "seconds": 30.0, "peak_resident_bytes": 10,
         "restarts": {}, "generated_tokens": 400.0, "step_seconds": 20.0, "generated_during_steps": 100.0,
+        "first_step": 1, "trained_tokens": 100.0,
     }  # fmt: skip
     figures = summarize(facts, lines)
     assert figures["first_reward"] == pytest.approx(0.2)
@@ -230,13 +231,44 @@ def test_a_report_without_any_step_says_so_and_tells_of_no_reward_or_throughput(
     facts = {
         "status": "failed", "reason": "x", "folder": "f", "seconds": 1.0, "peak_resident_bytes": 0,
         "restarts": {"trainer": 1}, "generated_tokens": 0.0, "step_seconds": 0.0, "generated_during_steps": 0.0,
+        "first_step": 0, "trained_tokens": 0.0,
     }  # fmt: skip
-    console = Console(width=150, file=io.StringIO())
-    console.print(closing_report(facts, []))
-    told = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
-    assert told == [
+    assert report_lines(facts, []) == [
         "run failed: x", "steps none ended in 1 s (start and stop included)", "restarts trainer: 1", "run folder f"
     ]  # fmt: skip
+
+
+def report_lines(facts, lines):
+    console = Console(width=150, file=io.StringIO())
+    console.print(closing_report(facts, lines))
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+
+def test_after_a_resume_steps_and_throughput_are_told_of_the_life_whose_time_is_told():
+    view = RunView(max_steps=100)
+    view.apply(worker_event(200.0, 0))
+    for step, time in ((6, 202.0), (7, 204.0)):
+        view.apply(step_event(step, tokens=30, seconds=2.0, time=time))
+    view.apply(worker_event(204.0, 80))
+    facts = {
+        "status": "finished", "reason": "x", "folder": "f", "seconds": 9.0, "peak_resident_bytes": 0, "restarts": {},
+        "generated_tokens": view.generation.total, "step_seconds": view.step_seconds, "generated_during_steps": 80.0,
+        "first_step": view.first_step, "trained_tokens": view.trained_tokens,
+    }  # fmt: skip
+    lines = [{"kind": "step", "step": step, "train/tokens": 1000, "time/step_seconds": 2.0} for step in range(1, 8)]
+    told = report_lines(facts, lines)
+    assert "steps 7, 2 of them in this life of 9 s (start and stop included)" in told
+    assert any(text.startswith("throughput in this life: trained 15.0 tokens/s, generated 20.0 tokens/s;") for text in told)
+
+
+def test_a_resume_in_which_no_step_ended_tells_no_throughput():
+    facts = {
+        "status": "stopped", "reason": "x", "folder": "f", "seconds": 9.0, "peak_resident_bytes": 0, "restarts": {},
+        "generated_tokens": 50.0, "step_seconds": 0.0, "generated_during_steps": 0.0, "first_step": 0, "trained_tokens": 0.0,
+    }  # fmt: skip
+    told = report_lines(facts, [{"kind": "step", "step": 1, "train/tokens": 9, "time/step_seconds": 2.0}])
+    assert "steps 1, none of them in this life of 9 s (start and stop included)" in told
+    assert not any("throughput" in text for text in told)
 
 
 def test_the_reports_read_nothing_of_a_line_but_what_they_keep_of_it():
@@ -249,6 +281,7 @@ def test_the_reports_read_nothing_of_a_line_but_what_they_keep_of_it():
     facts = {
         "status": "finished", "reason": "max_steps", "folder": "f", "seconds": 30.0, "peak_resident_bytes": 10,
         "restarts": {}, "generated_tokens": 400.0, "step_seconds": 20.0, "generated_during_steps": 100.0,
+        "first_step": 1, "trained_tokens": 100.0,
     }  # fmt: skip
     run = {"id": "r", "status": "finished", "reason": "", "lives": 1}
     shapeless = [{}, {"kind": "step"}, {"step": 3}, {"kind": "mark", "step": None}]
