@@ -33,7 +33,7 @@ from trainer.session import Session
 from trainer.spool_file import SpooledGroup, SpooledStep
 from trainer.step import StepReport
 from trainer.step_log import StepLog
-from trainer.stopping import stop_reason
+from trainer.stopping import stop_reason, what_is_left
 
 logger = logging.getLogger("laminar.trainer.loop")
 
@@ -152,7 +152,8 @@ class TrainingLoop:
         metrics = self._metrics(batch, report, published, step, seconds)
         digest = batch_digest(batch.groups)
         sizes = dict(zip(batch.group_ids, map(len, batch.groups), strict=True))
-        fields = {"train_started": started, "train_ended": time.time(), "batch": digest, "groups": sizes}
+        left = what_is_left(self._config.run, self.progress, batch.groups_left)
+        fields = {"train_started": started, "train_ended": time.time(), "batch": digest, "groups": sizes, "left": left}
         await self._steps.add(metrics, fields)
 
     async def _commit(self, batch: Batch, frontier: Frontier, report: StepReport) -> float:

@@ -195,6 +195,47 @@ def test_every_metric_has_a_meaning_and_a_name_of_the_form_area_what():
     assert all(metric.meaning and metric.name.count("/") == 1 for metric in METRICS)
 
 
+def left_after(*lefts, seconds=2.0):
+    view = RunView(max_steps=100)
+    for step, left in enumerate(lefts, start=1):
+        event = step_event(step, 10, seconds, time=100.0 + step * seconds)
+        latest = view.apply(Event(event.role, event.kind, event.time, event.metrics, {**event.fields, "left": left}))
+        assert latest.get("time/left_seconds") == view.seconds_left()
+    return view
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds"),
+    [
+        ({"run.max_steps": 50.0}, {"run.max_steps": 49.0}, 98.0),
+        ({"run.max_steps": 50.0, "run.max_train_seconds": 9.0}, {"run.max_steps": 49.0, "run.max_train_seconds": 7.0}, 7.0),
+        (
+            {"run.max_steps": 50.0, "run.max_trained_tokens": 90.0},
+            {"run.max_steps": 49.0, "run.max_trained_tokens": 60.0},
+            4.0,
+        ),
+        ({"run.max_steps": 50.0, "data.max_epochs": 28.0}, {"run.max_steps": 49.0, "data.max_epochs": 20.0}, 5.0),
+        (
+            {"run.max_steps": 50.0, "run.max_trained_tokens": 1.0},
+            {"run.max_steps": 49.0, "run.max_trained_tokens": 1.0},
+            98.0,
+        ),
+        ({"run.max_steps": 50.0, "run.max_train_seconds": 1.0}, {"run.max_steps": 49.0, "run.max_train_seconds": -1.0}, 0.0),
+        ({}, {}, None),
+    ],
+)
+def test_the_time_left_is_that_of_the_limit_which_is_reached_first(before, after, seconds):
+    assert left_after(before, after).seconds_left() == seconds
+
+
+def test_no_time_left_is_told_before_the_second_step_nor_over_a_restore():
+    view = left_after({"run.max_steps": 50.0})
+    assert view.seconds_left() is None
+    view = left_after({"run.max_steps": 50.0}, {"run.max_steps": 49.0})
+    view.apply(Event("trainer-0", "restored", 104.0, {}, {"step": 1}))
+    assert view.seconds_left() is None
+
+
 def test_the_report_averages_first_three_and_last_five_rewards():
     lines = [
         {
