@@ -13,6 +13,10 @@ Shares = Mapping[str, float]
 MUCH = 0.25
 MOST = 0.8
 TOP, BOTTOM = 0.75, 0.25
+TURNS = (
+    "generation and training take turns at staleness.max_staleness = 0; raise it to let them overlap, or keep the wait as "
+    "the price of on-policy data"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ def _limit(
         }[worst]
         return f"Trainer spends {percent(overhead)} of the time on {worst}: {remedy}."
     if held >= MUCH and bound == 0:
-        return f"Rollouts stand still {percent(held)} of the time: {_turns('trainer ranks')}."
+        return f"Rollouts stand still {percent(held)} of the time: {TURNS}."
     if held >= MUCH:
         return (
             f"Rollouts stand still {percent(held)} of the time, held back by the staleness bound, and the trainer trains "
@@ -136,18 +140,11 @@ def _lack_of_tokens(replica: Shares, staleness_mean: float | None, bound: int | 
     if share("idle_end_of_data", "idle_not_ready") >= MUCH:
         return "there is nothing to play: the data is at its end, or the run is being restored"
     if takes_turns:
-        return _turns("trainer ranks" if slowest[0] == "idle_staleness" else "rollouts")
+        return TURNS
     text = "add rollouts, or raise the in-flight limit"
     if bound is not None and staleness_mean is not None and staleness_mean <= bound / 2:
         text += f"; staleness (mean {staleness_mean:.1f}) is far below its bound of {bound}"
     return text
-
-
-def _turns(slower: str) -> str:
-    return (
-        "generation and training take turns at staleness.max_staleness = 0; raise it to let them overlap, or add "
-        f"{slower} to shorten the longer turn"
-    )
 
 
 def _remedy(state: str, share: str) -> str:

@@ -107,17 +107,23 @@ def test_staleness_is_mentioned_only_where_it_leaves_room():
     assert "far below" not in sentence(WAITING, {"decode": 1.0}, bound=None)
 
 
-def test_a_bound_of_0_is_said_to_make_generation_and_training_take_turns():
-    turns = "generation and training take turns at staleness.max_staleness = 0; raise it to let them overlap, or add "
-    assert sentence({"wait": 0.7, "train": 0.3}, {"decode": 0.7, "idle_staleness": 0.3}, mean=0.0, bound=0) == (
-        f"Trainer waits 70 % of the time: {turns}rollouts to shorten the longer turn."
+@pytest.mark.parametrize(
+    ("wait", "held", "begin"),
+    [
+        (0.7, 0.3, "Trainer waits 70 % of the time: "),
+        (0.9, 0.7, "Trainer waits 90 % of the time: "),
+        (0.1, 0.9, "Rollouts stand still 90 % of the time: "),
+    ],
+)
+def test_a_bound_of_0_is_said_to_make_generation_and_training_take_turns(wait, held, begin):
+    trainer, replica = {"wait": wait, "train": 1 - wait}, {"decode": 1 - held, "idle_staleness": held}
+    assert sentence(trainer, replica, mean=0.0, bound=0) == (
+        f"{begin}generation and training take turns at staleness.max_staleness = 0; "
+        "raise it to let them overlap, or keep the wait as the price of on-policy data."
     )
-    assert sentence({"wait": 0.3, "train": 0.7}, {"decode": 0.3, "idle_staleness": 0.7}, mean=0.0, bound=0) == (
-        f"Trainer waits 30 % of the time: {turns}trainer ranks to shorten the longer turn."
-    )
-    assert sentence({"wait": 0.1, "train": 0.9}, {"decode": 0.1, "idle_staleness": 0.9}, mean=0.0, bound=0) == (
-        f"Rollouts stand still 90 % of the time: {turns}trainer ranks to shorten the longer turn."
-    )
+
+
+def test_at_a_bound_of_0_too_a_slow_environment_is_named():
     assert "speed those up" in sentence({"wait": 0.7, "train": 0.3}, {"environment": 0.6, "decode": 0.4}, mean=0.0, bound=0)
 
 
