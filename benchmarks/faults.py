@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.run_audit import history_problems
-from benchmarks.run_processes import kill_role, told_roles, told_steps
+from benchmarks.run_processes import ROLES, ROOT, kill_role, make_tiny_model, told_roles, told_steps
 from laminar.run_folder import RunFolder
 
-ROOT = Path(__file__).resolve().parents[1]
-ROLES = ("worker", "engine", "trainer", "relay", "redis")
 MAX_STEPS = 30
 STEP_TRAJECTORIES = 8 * 8
 SETTINGS = (
@@ -116,8 +114,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="as many rounds as end within 55 s")
     arguments = parser.parse_args()
     rng, started, longest = random.Random(arguments.seed), time.monotonic(), 0.0
-    if not (ROOT / "models" / "tiny" / "config.json").exists():
-        subprocess.run([sys.executable, "-m", "rollout.tiny", "models/tiny"], cwd=ROOT, check=True)
+    make_tiny_model()
     rounds: list[Round] = []
     with tempfile.TemporaryDirectory(prefix="laminar-faults-") as scratch:
         while len(rounds) < arguments.rounds:

@@ -4,6 +4,8 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,9 +15,18 @@ from laminar.cluster.processes import marked_processes
 from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder
 
+ROOT = Path(__file__).resolve().parents[1]
+ROLES = ("worker", "engine", "trainer", "relay", "redis")
+"""What `kill_role` can kill."""
 ENGINE_MODULES = (b"rollout.engines.server", b"rollout.engines.emulated_server")
 NAMED = {"worker": "rollout-", "trainer": "trainer-", "relay": "relay-"}
 """Roles that the run folder tells the process ids of, by the beginning of their names."""
+
+
+def make_tiny_model() -> None:
+    """Make the recipe's model and data, unless they are there."""
+    if not (ROOT / "models" / "tiny" / "config.json").exists():
+        subprocess.run([sys.executable, "-m", "rollout.tiny", "models/tiny"], cwd=ROOT, check=True)
 
 
 def told_roles(folder: RunFolder) -> dict[str, int]:

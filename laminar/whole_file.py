@@ -43,6 +43,15 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     os.replace(temporary, path)
 
 
+def sync(place: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def append_whole(path: Path, content: bytes) -> int:
     """Add to the end of a file, which is made if it is not there: all of it, or nothing; returns the file's size, bytes.
 

@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 
-from laminar.config.root import LaminarConfig
 from laminar.errors import DeadlineError, RelayError
 from laminar.types import WeightVersion
 from relay.locks import FileLock
@@ -26,7 +25,7 @@ from relay.pinning import computed_so_far, pin_slots, run_beside, unpin_slots
 from relay.probe import Probe
 from relay.reveal import reveal
 from relay.slots import Slot
-from relay.store import PUBLISHER, RANK, VersionStore, kept_versions, open_store
+from relay.store import PUBLISHER, RANK, VersionStore, kept_versions
 from relay.writing import fill_slot, piece_checksums
 
 Until = Literal["begun", "copied", "visible"]
@@ -264,10 +263,3 @@ def _timed(work: Callable[[], None]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def open_publisher(
-    config: LaminarConfig, run_id: str, node_id: str, model_files: Path, *, rank: int, world_size: int
-) -> Publisher:
-    """The publisher of a run's store on this machine; the arguments are `Publisher`'s, and so are the errors."""
-    return Publisher(open_store(config, run_id, node_id), model_files, rank=rank, world_size=world_size)

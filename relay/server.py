@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from laminar.config.sizes import slot_bytes
 from laminar.errors import EnvironmentSetupError
 from laminar.policies.chain import Hop, best_chunk_bytes
 from laminar.types import WeightVersion
@@ -25,7 +26,7 @@ from relay.orphans import remove_orphans, touch_owner
 from relay.receiver import HopReport, Receiver
 from relay.sender import Sender
 from relay.shelf import Shelf
-from relay.slots import check_space, required_bytes, slot_bytes
+from relay.slots import check_space, required_bytes
 from relay.store import OWNER, VersionStore
 from relay.transports.base import Transport
 

@@ -8,9 +8,9 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from mmap import PAGESIZE
 from pathlib import Path
 
+from laminar.config.sizes import slot_bytes
 from laminar.errors import EnvironmentSetupError
 from relay.locks import try_lock, unlock
 from relay.mapped import MappedFile, map_file
@@ -18,18 +18,9 @@ from relay.mapped import MappedFile, map_file
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
-BESIDE_BYTES = 4 * 1024**2
-"""What goes with a slot: a version's manifest (the longest are those of many experts) and its folder."""
-
-
 def required_bytes(file_bytes: int, *, keep_versions: int, mapping_readers: int) -> int:
     """Bytes that one machine holds for a run: slots for the kept versions, the one being written, each mapping reader."""
     return slot_bytes(file_bytes) * num_slots(keep_versions=keep_versions, mapping_readers=mapping_readers)
-
-
-def slot_bytes(file_bytes: int) -> int:
-    """Bytes that a slot takes with what goes with it; memory comes in whole pages."""
-    return -(-file_bytes // PAGESIZE) * PAGESIZE + BESIDE_BYTES
 
 
 def num_slots(*, keep_versions: int, mapping_readers: int) -> int:

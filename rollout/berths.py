@@ -9,9 +9,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from laminar.config.rollout import EngineConfig
-from laminar.errors import DeadlineError, LaminarError
+from laminar.errors import LaminarError
 from laminar.types import WeightVersion
 from rollout.occupants import GuestLimits, Occupant
+from rollout.waiting import wait_until
 
 
 class SeatRefusedError(LaminarError):
@@ -68,11 +69,7 @@ class Berths:
         """Open a trajectory of our own, as `bind`; `leave` closes it."""
         if waits and self.is_closed:
             seconds = self._hold_seconds + self._config.start_seconds
-            try:
-                async with asyncio.timeout(seconds), self._changed:
-                    await self._changed.wait_for(lambda: not self.is_closed)
-            except TimeoutError:
-                raise DeadlineError("a swap before which nothing is admitted", seconds) from None
+            await wait_until(self._changed, lambda: not self.is_closed, "a swap before which nothing is admitted", seconds)
         self.num_admitted += 1
         occupant = Occupant()
         self.occupants.add(occupant)

@@ -81,24 +81,29 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class Replies:
-    """What an agent was told so far, to put the policy's own words in the place of what it sends back."""
+    """What an agent was told so far, to put the policy's own words in the place of what it sends back.
 
-    _texts: dict[str, str] = field(default_factory=dict)
+    Replies may be shown alike that are not: one of two was cut at a stop text, say. So every text is kept, the newest last.
+    """
+
+    _texts: dict[str, list[str]] = field(default_factory=dict)
 
     def remember(self, message: Mapping[str, Any], text: str) -> None:
         """Note that a message was made of this text."""
-        self._texts[_told(message)] = text
+        texts = self._texts.setdefault(_told(message), [])
+        if text in texts:
+            texts.remove(text)
+        texts.append(text)
 
-    def restore(self, message: Mapping[str, Any]) -> ChatMessage:
-        """The message as the chat template takes it."""
+    def restore(self, message: Mapping[str, Any]) -> list[ChatMessage]:
+        """All that the message may stand for, as the chat template takes it; what was told last comes first."""
         if message["role"] != "assistant":
-            return message
-        text = self._texts.get(_told(message))
-        if text is not None:
-            return {"role": "assistant", "content": text}
+            return [message]
+        if texts := self._texts.get(_told(message)):
+            return [{"role": "assistant", "content": text} for text in reversed(texts)]
         calls = [_readable(call) for call in message.get("tool_calls") or ()]
         given = {"role": "assistant", "content": message.get("content") or ""}
-        return {**given, "tool_calls": calls} if calls else given
+        return [{**given, "tool_calls": calls} if calls else given]
 
 
 def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -12,8 +12,9 @@ import asyncio
 import copy
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from laminar.errors import ConfigError
@@ -25,6 +26,8 @@ from rollout.showing import COUNTED
 from rollout.tokens import ChatMessage, Tokenizer
 from rollout.transcript import Transcript
 from rollout.turn import TurnSampler
+
+_NOTHING_ALIKE: Mapping[int, Sequence[ChatMessage]] = MappingProxyType({})
 
 
 class BadCallError(Exception):
@@ -56,11 +59,15 @@ class Reply:
 
 @dataclass(slots=True)
 class _Line:
-    """One append-only conversation; `history` is what an agent must send to continue it, None if it cannot be."""
+    """One append-only conversation; `history` is what an agent must send to continue it, None if it cannot be.
+
+    `answered` is the number of the call that it answered last.
+    """
 
     transcript: Transcript = field(default_factory=Transcript)
     dialogue: Dialogue | None = None
     history: tuple[str, ...] | None = None
+    answered: int = 0
 
 
 @dataclass(slots=True)
@@ -95,10 +102,18 @@ class Conversations:
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
+        alike: Mapping[int, Sequence[ChatMessage]] = _NOTHING_ALIKE,
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
         """Answer a chat.
+
+        Args:
+            messages: the whole history.
+            tools: what the policy may call.
+            alike: what else the message at a place may stand for; a history that a line has decides.
+            max_new_tokens: most tokens of this reply; None: what the budget has left.
+            stop: texts that end it, beside the run's own.
 
         Raises:
             BadCallError: the template refuses the messages.
@@ -106,17 +121,20 @@ class Conversations:
             EpisodeError: the engine failed, or the template did what `strict` forbids.
         """
         async with self._turn:
-            return await self._chat(messages, tools, max_new_tokens, stop)
+            return await self._chat(messages, tools, alike, max_new_tokens, stop)
 
     async def _chat(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
+        alike: Mapping[int, Sequence[ChatMessage]],
         max_new_tokens: int | None,
         stop: Sequence[str],
     ) -> Reply:
+        others = [set(map(_message_key, alike.get(place, ()))) for place in range(len(messages))]
         history = (_key({"tools": list(tools)}), *map(_message_key, messages))
-        line, known = self._find(history)
+        line, begun = self._find(history, [set(), *others])
+        known, history = len(begun), begun + history[len(begun) :]
         dialogue = copy.copy(line.dialogue)
         try:
             reply = await self._answer(line, messages, tools, known, max_new_tokens, stop)
@@ -185,23 +203,24 @@ class Conversations:
         """Tokens that the policy drew."""
         return sum(line.transcript.num_sampled_tokens for line in self._lines)
 
-    def _find(self, history: tuple[str, ...]) -> tuple[_Line, int]:
-        """The line with the longest part of this history, and how long it is; a new line if there is none."""
-        known = 0
-        found: _Line | None = None
-        for line in self._lines:
-            if line.history and known < len(line.history) <= len(history) and _same(line.history, history):
-                found, known = line, len(line.history)
-        if found is None:
-            return self._add_line(), 0
-        found.history = None
-        return found, known
+    def _find(self, history: tuple[str, ...], others: Sequence[Set[str]]) -> tuple[_Line, tuple[str, ...]]:
+        """The line with the longest part of this history, and that part as the line has it; a new line if there is none.
+
+        Of two that are as long the agent goes on with the reply that it got last.
+        """
+        readings = [{key} | other for key, other in zip(history, others, strict=True)]
+        begun = [(line, line.history) for line in self._lines if line.history and _begins(line.history, readings)]
+        if not begun:
+            return self._add_line(), ()
+        line, part = max(begun, key=lambda each: (len(each[1]), each[0].answered))
+        line.history = None
+        return line, part
 
     def _find_text(self, prompt: str) -> tuple[_Line, str]:
         """The line with the longest beginning of this text, and that; a new line if none has one and something is new."""
         texts = [(line, line.history[0]) for line in self._lines if line.dialogue is None and line.history]
         begun = [(line, text) for line, text in texts if prompt.startswith(text) and (prompt != text or _is_cut(line))]
-        return max(begun, key=lambda each: len(each[1])) if begun else (self._add_line(), "")
+        return max(begun, key=lambda each: (len(each[1]), each[0].answered)) if begun else (self._add_line(), "")
 
     def _add_line(self) -> _Line:
         if self._lines:
@@ -236,6 +255,7 @@ class Conversations:
         logprobs = tuple(x for s in transcript.turn_segments() if s.logprobs is not None for x in s.logprobs.tolist())
         transcript.end_turn(reason)
         self._order.append((self._lines.index(line), len(transcript.turns) - 1))
+        line.answered = len(self._order)
         self.texts.append(self.tokenizer.decode(ids))
         return Reply(self.texts[-1], reason, ids, logprobs, num_prompt_tokens)
 
@@ -260,8 +280,9 @@ def _is_cut(line: _Line) -> bool:
     return line.transcript.turns[-1].finish_reason is FinishReason.LENGTH
 
 
-def _same(known: tuple[str, ...], history: tuple[str, ...]) -> bool:
-    return history[: len(known)] == known
+def _begins(known: tuple[str, ...], readings: Sequence[Set[str]]) -> bool:
+    """Whether a line's history is the beginning of one whose messages may each be read in several ways."""
+    return len(known) <= len(readings) and all(key in reading for key, reading in zip(known, readings, strict=False))
 
 
 def _key(value: Any) -> str:

@@ -69,9 +69,9 @@ class Driver(Protocol):
 class AgentDriver:
     """What environment `agent` names."""
 
-    def __init__(self, options: Agent.Options) -> None:
+    def __init__(self, options: Agent.Options, threads: DaemonThreads | None = None) -> None:
         self._options = options
-        self._threads = DaemonThreads()
+        self._threads = threads or DaemonThreads()
 
     def place(self) -> AbstractAsyncContextManager[None]:
         """A thread, for a plain function."""

@@ -68,8 +68,12 @@ class Session:
     async def chat(self, messages: list[dict[str, Any]], tools: list[Any], wanted: Wanted) -> tuple[dict[str, Any], Reply]:
         """Answer a chat with a message."""
         with reading():
-            restored = [self.replies.restore(message) for message in messages]
-        reply = await self.conversations.chat(restored, tools, max_new_tokens=wanted.max_new_tokens, stop=wanted.stop)
+            readings = [self.replies.restore(message) for message in messages]
+        restored = [likeliest for likeliest, *_ in readings]
+        alike = {place: others for place, (_, *others) in enumerate(readings) if others}
+        reply = await self.conversations.chat(
+            restored, tools, alike=alike, max_new_tokens=wanted.max_new_tokens, stop=wanted.stop
+        )
         shown = before_stop(reply.text, wanted.stop)
         turn = replace(self.parse(reply.text), text=self.parse(shown).text) if tools else ParsedTurn(shown)
         if any(isinstance(call, str) for call in turn.calls):

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from laminar.errors import DeadlineError, EngineError
+from laminar.errors import DeadlineError, EngineError, reason
 from laminar.types import FinishReason, Int32Array, SamplingParameters, Segment, WeightVersion
 from rollout.berths import SeatRefusedError
 from rollout.generation import Generation, OnSegment
@@ -125,7 +125,7 @@ class GuestSeat:
         try:
             await self._socket.send_bytes(encode(message))
         except (ConnectionError, aiohttp.ClientError) as error:
-            raise EngineError(f"the replica at {self.url} is gone ({error})") from error
+            raise EngineError(f"the replica at {self.url} is gone ({reason(error)})") from error
 
     async def _listen(self) -> None:
         """Sort what the host says. Waits for: messages. Ends with the socket."""

@@ -72,11 +72,6 @@ class GuestDoor:
         self._replica, self._limits, self._token, self._release = replica, limits, token, release
         self._guests: set[_Guest] = set()
 
-    @property
-    def num_guests(self) -> int:
-        """Trajectories of other workers that are open here."""
-        return len(self._guests)
-
     @contextlib.asynccontextmanager
     async def open(self, address: str) -> AsyncIterator[str]:
         """Listen until the block ends; yields the URL."""

@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from rollout.generation import Generation, OnSegment
 from rollout.quarantine import Quarantine, RejectedWeightsError
 from rollout.trial import Trial
 from rollout.verification import Check, Verdict, check_held, check_probe
+from rollout.waiting import wait_until
 
 logger = logging.getLogger("laminar.rollout.replica")
 
@@ -173,7 +174,7 @@ class Replica:
         self._note_activity()
         try:
             ready = lambda: self._takes_requests or request.is_aborted  # noqa: E731
-            await self._wait_for(ready, "the engine to be ready", self._config.start_seconds + self._hold_seconds)
+            await wait_until(self._changed, ready, "the engine to be ready", self._config.start_seconds + self._hold_seconds)
             if request.is_aborted:
                 return Generation((), FinishReason.ABORT)
             request.client = self.client
@@ -254,20 +255,20 @@ class Replica:
 
     async def wait_ready(self, seconds: float) -> None:
         """Wait until the engine holds known weights."""
-        await self._wait_for(lambda: self.version is not None, "the engine to be restarted", seconds)
+        await wait_until(self._changed, lambda: self.version is not None, "the engine to be restarted", seconds)
 
     async def wait_number(self, number: int, seconds: float) -> None:
         """Wait until the engine holds a version of at least this number."""
         held = lambda: self.version is not None and self.version.number >= number  # noqa: E731
         if not held():
-            await self._wait_for(held, f"the engine to hold version number {number}", seconds)
+            await wait_until(self._changed, held, f"the engine to hold version number {number}", seconds)
 
     @contextlib.asynccontextmanager
     async def hold_turns(self, max_hold_seconds: float) -> AsyncIterator[bool]:
         """Let no new turn begin and wait until none is being sampled; yields whether that happened in time."""
         self._holds_turns, self._hold_seconds = True, max_hold_seconds
         try:
-            await self._wait_for(lambda: not self._num_sent, "turns to end before a swap", max_hold_seconds)
+            await wait_until(self._changed, lambda: not self._num_sent, "turns to end before a swap", max_hold_seconds)
             ended = True
         except DeadlineError:
             ended = False
@@ -358,10 +359,3 @@ class Replica:
         else:
             state = "environment" if self.berths.occupants else self._idle
         self.clock.enter(state)
-
-    async def _wait_for(self, condition: Callable[[], bool], name: str, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(condition)
-        except TimeoutError:
-            raise DeadlineError(name, seconds) from None

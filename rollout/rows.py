@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from laminar.errors import ConfigError
+from laminar.errors import ConfigError, first_line
 
 Row = tuple[str, dict[str, Any]]
 """Where the row lies (`train.jsonl line 7`), and its columns."""
@@ -72,7 +72,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     try:
         table = pyarrow.parquet.read_table(file)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"{file} cannot be read as Parquet: {_first_line(error)}; write it again") from error
+        raise ConfigError(f"{file} cannot be read as Parquet: {first_line(error)}; write it again") from error
     return _table_rows(table, str(file))
 
 
@@ -84,7 +84,7 @@ def _folder_rows(folder: Path, split: str) -> Iterator[Row]:
         dataset = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(folder), split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
-            f"dataset folder {folder}, split {split!r}: {_first_line(error)}; check data.path and data.split"
+            f"dataset folder {folder}, split {split!r}: {first_line(error)}; check data.path and data.split"
         ) from error
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
@@ -102,7 +102,7 @@ def _hub_rows(path: str, split: str) -> Iterator[Row]:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
             f"data.path {path!r} is no file or folder here, and as a hub dataset (split {split!r}) it fails: "
-            f"{_first_line(error)}; check the name, or download it and give the folder"
+            f"{first_line(error)}; check the name, or download it and give the folder"
         ) from error
     return _table_rows(dataset.with_format("arrow")[:], path)
 
@@ -114,8 +114,3 @@ def _table_rows(table: Any, place: str) -> Iterator[Row]:
         for row in batch.to_pylist():
             yield f"{place} row {number}", row
             number += 1
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

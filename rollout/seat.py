@@ -15,7 +15,7 @@ It does not know who decides on moves.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from rollout.guest_wire import Sit
 from rollout.harbour import Harbour
 from rollout.occupants import Occupant
 from rollout.replica import Replica
+from rollout.waiting import wait_until
 
 logger = logging.getLogger("laminar.rollout.seat")
 
@@ -158,7 +159,7 @@ class Seat:
         self, input_ids: Int32Array, sampling: SamplingParameters, request_id: str, on_segment: OnSegment | None
     ) -> tuple[Generation, bool]:
         """One request, and whether a move ended it."""
-        await self._wait_for(lambda: not self._is_moving, "a move to end", self._harbour.move_seconds * 2)
+        await wait_until(self._changed, lambda: not self._is_moving, "a move to end", self._harbour.move_seconds * 2)
         self._context_tokens = len(input_ids)
         if not self._place.is_well:
             await self._flee()
@@ -222,7 +223,9 @@ class Seat:
         while self._request_id:
             await self._place.abort(self._request_id)
             with contextlib.suppress(DeadlineError):
-                await self._wait_for(lambda: not self._request_id, "an aborted request to end", ABORT_AGAIN_SECONDS)
+                await wait_until(
+                    self._changed, lambda: not self._request_id, "an aborted request to end", ABORT_AGAIN_SECONDS
+                )
 
     async def _flee(self) -> None:
         """Take a seat elsewhere: at the same version if there is one, else at home if that is well, else at a newer one.
@@ -264,13 +267,6 @@ class Seat:
 
     def _sit(self, version: WeightVersion | None) -> Sit:
         return Sit("" if version is None else str(version), self._context_tokens, self._sampled_tokens)
-
-    async def _wait_for(self, condition: Callable[[], bool], name: str, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(condition)
-        except TimeoutError:
-            raise DeadlineError(name, seconds) from None
 
 
 class Seats:

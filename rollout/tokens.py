@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jinja2
 import numpy as np
 
-from laminar.errors import ConfigError
+from laminar.errors import ConfigError, first_line, reason
 from laminar.text import storable
 from laminar.types import Int32Array, Message, Prompt
 
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
                 )
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"the chat template of {self._name} refuses these messages: {error}") from error
+            raise ConfigError(f"the chat template of {self._name} refuses these messages: {reason(error)}") from error
 
     def _render_plain(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         """As `apply_chat_template`, whose copies and checks take longer than the template and do nothing to plain text."""
@@ -201,7 +201,6 @@ def load_tokenizer(folder: str | Path) -> HuggingFaceTokenizer:
             AutoTokenizer.from_pretrained(str(folder), local_files_only=Path(folder).is_dir()), str(folder)
         )
     except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"no tokenizer could be loaded from {folder}: {first_line}; set model.path or model.tokenizer"
+            f"no tokenizer could be loaded from {folder}: {first_line(error)}; set model.path or model.tokenizer"
         ) from error

@@ -10,7 +10,7 @@ import asyncio
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
-from laminar.errors import ConfigError
+from laminar.errors import ConfigError, reason
 from laminar.types import FailureKind
 from rollout.boundary import EpisodeError
 from rollout.drivers import Task
@@ -115,7 +115,7 @@ def load_environment(env: dict[str, Any], max_turns: int | None = None) -> Any:
             config.agent = config.agent.model_copy(update={"max_turns": max_turns})
         return vf.load_environment(config)
     except (ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
-        raise ConfigError(f"environment.options.env: verifiers refuses it: {error}") from error
+        raise ConfigError(f"environment.options.env: verifiers refuses it: {reason(error)}") from error
 
 
 def _rewards(episode: Any) -> dict[str, float]:

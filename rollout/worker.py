@@ -34,6 +34,7 @@ from laminar.experience.client import connect
 from laminar.experience.partial import Partial, PartialPool
 from laminar.experience.prompts import PromptPool
 from laminar.experience.store import ExperienceStore
+from laminar.telemetry.clock import REPORT_SECONDS
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import ClaimedGroup, FailureKind, Purpose, Trajectory
 from relay.puller import Puller, open_puller
@@ -61,7 +62,6 @@ logger = logging.getLogger("laminar.rollout.worker")
 CONNECT_SECONDS = 60.0
 CLAIM_PAUSE_SECONDS = 0.03
 """Pause after a claim that was refused."""
-REPORT_SECONDS = 0.5
 EVENT_WAIT_SECONDS = 5.0
 """One wait for news from the data module; shorter than its connections' deadline."""
 VERSION_WAIT_SECONDS = 5.0
@@ -172,16 +172,18 @@ class RolloutWorker:
             return await evaluate(self._player, self._replica, [decode_prompt(p) for p in prompts], self._config)
 
     async def _leave(self) -> None:
-        with contextlib.suppress(ExperienceError):
-            await self._pool.give_back(self._context.role, list(self._held))
-        await self._harbour.close()
-        await self._player.close()
-        await self._replica.kill()
-        if self._log:
-            self._log.write()
-        await self._directory.forget(self._context.role)
-        await self._redis.aclose()
-        self._left.set()
+        """Give back groups, then close every part, also if one of them fails; then say that all is done."""
+        async with contextlib.AsyncExitStack() as steps:  # the last one first
+            steps.callback(self._left.set)
+            steps.push_async_callback(self._redis.aclose)
+            steps.push_async_callback(self._directory.forget, self._context.role)
+            if self._log:
+                steps.callback(self._log.write)
+            steps.push_async_callback(self._replica.kill)
+            steps.push_async_callback(self._player.close)
+            steps.push_async_callback(self._harbour.close)
+            with contextlib.suppress(ExperienceError):
+                await self._pool.give_back(self._context.role, list(self._held))
 
     async def _claim_groups(self) -> None:
         """Keep the engine busy.

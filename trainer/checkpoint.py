@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar.errors import ConfigError, EnvironmentSetupError
+from laminar.errors import ConfigError, EnvironmentSetupError, reason
+from relay.model_files import copy_model_files
 from trainer import checkpoint_folder
 from trainer.engine import TrainerEngine
 from trainer.optimizer_shares import SavedShares
@@ -30,7 +31,6 @@ _MODEL = "model/model.safetensors"
 _ADAPTER = "adapter/adapter_model.safetensors"
 _CRITIC = "critic.safetensors"
 _OPTIMIZER = "optimizer"
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def save(root: Path, step: int, engine: TrainerEngine, extra: dict[str, Any], keep: int) -> Path:
@@ -53,7 +53,7 @@ def save(root: Path, step: int, engine: TrainerEngine, extra: dict[str, Any], ke
 
     def make() -> None:
         if ranks.is_first:
-            _copy_model_files(Path(engine.config.model.path), checkpoint_folder.begin(root, step) / "model")
+            copy_model_files(Path(engine.config.model.path), checkpoint_folder.begin(root, step) / "model")
             if engine.adapters is not None:
                 (temporary / _ADAPTER).parent.mkdir()
                 engine.adapters.write_config((temporary / _ADAPTER).parent)
@@ -110,14 +110,6 @@ def agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
     return Path(name) if name else None
 
 
-def _copy_model_files(origin: Path, folder: Path) -> None:
-    """Copy everything but weights: config, tokenizer, the model's own code."""
-    folder.mkdir()
-    for file in sorted(origin.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
-            shutil.copyfile(file, folder / file.name)
-
-
 def _write_policy(folder: Path, engine: TrainerEngine) -> None:
     """All ranks: gather the policy's weights; rank 0 writes them."""
     file = folder / _MODEL if engine.ranks.is_first else None
@@ -163,7 +155,7 @@ def _together(ranks: Ranks, what: str, work: Callable[[], object]) -> None:
     try:
         work()
     except OSError as error:
-        problem = str(error) or type(error).__name__
+        problem = reason(error)
     for rank, text in enumerate(ranks.gather_texts(problem)):
         if text:
             raise EnvironmentSetupError(

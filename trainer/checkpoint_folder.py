@@ -7,7 +7,6 @@ older checkpoint goes only after a newer one is complete, and one that is seen t
 
 import json
 import logging
-import os
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import xxhash
 
 from laminar.errors import ConfigError
+from laminar.whole_file import sync
 
 logger = logging.getLogger("laminar.trainer.checkpoint")
 
@@ -51,7 +51,7 @@ def begin(root: Path, step: int) -> Path:
 def complete(root: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
     """Turn the folder that `begin` made, now full, into a checkpoint, point to it, and let the oldest ones go.
 
-    Those of later steps go, too: training fell back behind them, and writes these steps anew.
+    Those of later steps are set aside: training fell back behind them, and writes these steps anew.
 
     Args:
         root: folder of checkpoints.
@@ -60,22 +60,34 @@ def complete(root: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
         keep: complete checkpoints to keep, at least 1.
     """
     temporary, final = temporary_path(root, step), checkpoint_path(root, step)
-    files = sorted(file for file in temporary.rglob("*") if file.is_file())
-    checksums = {str(file.relative_to(temporary)): _checksum(file) for file in files}
-    manifest = {"format_version": FORMAT_VERSION, "step": step, **facts, "checksums": checksums}
-    (temporary / MANIFEST).write_text(json.dumps(manifest | {"checksum": _checksum_of(manifest)}, indent=1))
-    for place in (*temporary.rglob("*"), temporary):
-        _sync(place)
+    replaced = final.with_suffix(".replaced.tmp")
+    _seal(temporary, step, facts)
     if final.exists():  # the same step, trained again after a resume from an older checkpoint
-        final.rename(final.with_suffix(".replaced.tmp"))
+        final.rename(replaced)
     temporary.rename(final)
-    _sync(root)
+    sync(root)
     pointer = root / f"{POINTER}.tmp"
     pointer.write_text(final.name)
-    _sync(pointer)
+    sync(pointer)
     pointer.replace(root / POINTER)
-    _sync(root)
-    shutil.rmtree(final.with_suffix(".replaced.tmp"), ignore_errors=True)
+    sync(root)
+    shutil.rmtree(replaced, ignore_errors=True)
+    _thin_out(root, step, keep)
+    return final
+
+
+def _seal(folder: Path, step: int, facts: dict[str, Any]) -> None:
+    """Write the manifest, and have everything on the disk."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    checksums = {str(file.relative_to(folder)): _checksum(file) for file in files}
+    manifest = {"format_version": FORMAT_VERSION, "step": step, **facts, "checksums": checksums}
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"checksum": _checksum_of(manifest)}, indent=1))
+    for place in (*folder.rglob("*"), folder):
+        sync(place)
+
+
+def _thin_out(root: Path, step: int, keep: int) -> None:
+    """Remove what is older than the newest `keep` whole checkpoints up to this step; set aside what is later."""
     there = complete_checkpoints(root)
     whole = [path for path in there if _step_of(path) <= step and _looks_whole(path)]
     oldest = _step_of(whole[-keep]) if len(whole) >= keep else 0
@@ -86,7 +98,6 @@ def complete(root: Path, step: int, facts: dict[str, Any], keep: int) -> Path:
             aside = path.with_suffix(ASIDE)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-    return final
 
 
 def find_latest(root: Path) -> Path | None:
@@ -212,11 +223,3 @@ def _checksum(file: Path) -> str:
         while chunk := stream.read(_CHUNK_BYTES):
             digest.update(chunk)
     return str(digest.hexdigest())
-
-
-def _sync(place: Path) -> None:
-    descriptor = os.open(place, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

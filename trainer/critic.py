@@ -77,6 +77,10 @@ class Critic:
         trunk = Trunk(model.base_model, ranks.sequence, is_partitioned=is_partitioned, layout=self.layout)
         self._module = ValueModel(model, trunk).to(ranks.device)
         self._trained = TrainedModule(self._module, model.dtype, trainer, ranks)
+        self._is_finite = torch.ones((), dtype=torch.bool, device=ranks.device)
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._look_at)
         self._rate_ratio = trainer.critic_learning_rate / trainer.learning_rate
 
     def forward(self, batch: PackedRows, *, is_last: bool) -> Tensor:
@@ -95,9 +99,17 @@ class Critic:
         """Add a loss's gradient; see `TrainedModule.backward`."""
         self._trained.backward(loss)
 
+    def has_finite_gradient(self) -> bool:
+        """Whether what `backward` has made here since the last update is finite; its norm is known in `update` only."""
+        return bool(self._is_finite)
+
     def update(self, policy_learning_rate: float, largest_norm: float = math.inf) -> Update:
         """Apply the gradient; its learning rate follows the policy's schedule."""
+        self._is_finite.fill_(value=True)
         return self._trained.update(policy_learning_rate * self._rate_ratio, largest_norm)
+
+    def _look_at(self, gradient: Tensor) -> None:
+        self._is_finite &= gradient.isfinite().all()
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The whole value model by name; not copies. Under ZeRO 3 as `TrainerEngine.state_tensors`."""

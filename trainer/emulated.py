@@ -22,6 +22,7 @@ from laminar.experience.answers import Frontier
 from laminar.types import Trajectory
 from relay.probe import Probe
 from relay.publisher import Fill
+from relay.store import WEIGHTS_NAME
 from trainer.batch_metrics import batch_metrics
 from trainer.checkpoint_folder import EXTRA, begin, complete, find_latest, oldest_step, read_extra
 from trainer.progress import Progress
@@ -32,7 +33,6 @@ from trainer.step import Groups, StepReport
 
 logger = logging.getLogger("laminar.trainer.emulated")
 
-WEIGHTS_NAME = "model.safetensors"
 GROWTH_PER_STEP = 1e-3
 """Share by which a step scales the weights, so that versions differ."""
 

@@ -17,20 +17,12 @@ from typing import Any
 from laminar.config.load import load_config
 from laminar.config.system import ModelConfig
 from laminar.errors import ConfigError
+from relay.model_files import TOKENIZER_FILES, copy_model_files
 from trainer.checkpoint_folder import MANIFEST, checkpoint_path, complete_checkpoints, find_latest, read_manifest
 
 MODEL = "model"
 """Folder of the policy in a checkpoint."""
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.jinja",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +109,13 @@ def _choose(root: Path, step: int | None) -> Path:
 
 
 def _fill(staging: Path, origin: Origin) -> None:
-    shutil.copytree(origin.checkpoint / MODEL, staging, dirs_exist_ok=True)
+    copy_model_files(origin.checkpoint / MODEL, staging)
+    for weights in (origin.checkpoint / MODEL).glob("*.safetensors"):
+        shutil.copyfile(weights, staging / weights.name)
     _say_dtype(staging)
     tokenizer = _model_config(origin).tokenizer if origin.config else ""
     if tokenizer and Path(tokenizer).is_dir():
-        for pattern in _TOKENIZER_FILES:
-            for file in Path(tokenizer).glob(pattern):
-                shutil.copyfile(file, staging / file.name)
+        copy_model_files(Path(tokenizer), staging, TOKENIZER_FILES)
 
 
 def _model_config(origin: Origin) -> ModelConfig:

@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from laminar.config.load import dump_toml
@@ -75,18 +75,18 @@ def replay_recording(config: LaminarConfig, recording: Recording, ranks: Ranks, 
     folder.write_state(state)
     algorithm = build_algorithm(config)
     engine = TrainerEngine(config, ranks, algorithm.needs)
-    say(_restore(engine, algorithm, recording))
-    metrics, recorded, progress, differences = MetricsFile(folder.metrics), recording.recorded_losses(), Progress(), []
+    say(f"{recording}; {_restore(engine, algorithm, recording)}")
+    metrics, recorded, progress, told = MetricsFile(folder.metrics), recording.recorded_losses(), Progress(), _Told()
     for batch in recording.steps():
         began = time.perf_counter()
         if not batch.groups:
-            say(f"step {batch.step}: none of its {batch.missing_groups} groups is recorded; left out")
+            told.num_left_out += 1
+            say(f"step {batch.step} left out: none of its {batch.missing_groups} groups is there: {batch.missing_reason}")
             continue
         report = train_step(engine, algorithm, batch.groups, batch.step, oldest_trained=batch.oldest_trained)
         progress = _advance(progress, report, time.perf_counter() - began)
         _write(metrics, batch, report, progress)
-        difference = _difference(report, recorded)
-        differences += [] if difference is None else [difference]
+        told.add(batch, report, recorded)
         say(_line(batch, report, recorded.get(batch.step)))
     extra = {
         "progress": asdict(progress),
@@ -95,12 +95,48 @@ def replay_recording(config: LaminarConfig, recording: Recording, ranks: Ranks, 
         "spikes": engine.spikes.state(),
     }
     checkpoint.save(folder.checkpoints, progress.step, engine, extra, keep=1)
-    words = f"{len(recording)} recorded steps trained"
-    if differences:
-        words += f"; train/loss differs from the recorded run's by at most {max(differences):.3g}"
-    folder.write_state(replace(state, status="finished", reason=words))
-    say(words)
+    folder.write_state(replace(state, status="finished", reason=str(told)))
+    say(str(told))
     return folder.path
+
+
+@dataclass(slots=True)
+class _Told:
+    """How the recorded steps fared; as text, a sentence.
+
+    Attributes:
+        num_trained: steps that were updated by; of `num_partly` of them groups were missing.
+        num_skipped: steps that the trainer skipped.
+        num_left_out: steps without a group to train.
+        differences: of `train/loss` from what the recorded run logged.
+    """
+
+    num_trained: int = 0
+    num_partly: int = 0
+    num_skipped: int = 0
+    num_left_out: int = 0
+    differences: list[float] = field(default_factory=list)
+
+    def add(self, batch: RecordedStep, report: StepReport, recorded: dict[int, float]) -> None:
+        """Count a step that had groups."""
+        self.num_skipped += bool(report.skipped_reason)
+        self.num_trained += not report.skipped_reason
+        self.num_partly += bool(batch.missing_groups) and not report.skipped_reason
+        if report.step in recorded and "train/loss" in report.metrics:
+            self.differences.append(abs(report.metrics["train/loss"] - recorded[report.step]))
+
+    def __str__(self) -> str:
+        num_steps = self.num_trained + self.num_skipped + self.num_left_out
+        words = f"{self.num_trained}{'' if self.num_trained == num_steps else f' of {num_steps}'} recorded steps trained"
+        parts = [
+            (self.num_partly, "of these without all groups"),
+            (self.num_skipped, "skipped by the trainer"),
+            (self.num_left_out, "left out, without a group to train"),
+        ]
+        words += "".join(f", {number} {what}" for number, what in parts if number)
+        if self.differences:
+            words += f"; train/loss differs from the recorded run's by at most {max(self.differences):.3g}"
+        return words
 
 
 def _restore(engine: TrainerEngine, algorithm: Algorithm, recording: Recording) -> str:
@@ -133,14 +169,8 @@ def _write(metrics: MetricsFile, batch: RecordedStep, report: StepReport, progre
     metrics.append("step", report.step, {"time": time.time(), "batch": batch_digest(batch.groups), **values})
 
 
-def _difference(report: StepReport, recorded: dict[int, float]) -> float | None:
-    if report.step not in recorded or "train/loss" not in report.metrics:
-        return None
-    return abs(report.metrics["train/loss"] - recorded[report.step])
-
-
 def _line(batch: RecordedStep, report: StepReport, recorded: float | None) -> str:
-    missing = f" ({batch.missing_groups} groups of it are not recorded)" if batch.missing_groups else ""
+    missing = f" without {batch.missing_groups} groups ({batch.missing_reason})" if batch.missing_groups else ""
     if report.skipped_reason:
         return f"step {report.step}{missing} skipped: {report.skipped_reason}"
     then = "" if recorded is None else f" (recorded {recorded:.6f})"

@@ -59,6 +59,11 @@ class Ranks:
         return self.world_size if self.sequence is None else self.world_size // self.sequence.size
 
     @property
+    def speaks_for_share(self) -> bool:
+        """Whether what follows from its rows is to be counted here: once a share, however many ranks have it."""
+        return self.sequence is None or self.sequence.place == 0
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank decides for all."""
         return self.rank == 0
@@ -86,7 +91,7 @@ class Ranks:
         return message[1:]
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's short text, by rank."""
+        """Every rank's text, by rank."""
         if self.world_size == 1:
             return [text]
         data = text.encode()
@@ -114,12 +119,7 @@ class Ranks:
 
     def sum_shares(self, values: Sequence[float]) -> list[float]:
         """As `sum`, of values that follow from a rank's rows: each share counts once, however many ranks have it."""
-        counts = self.sequence is None or self.sequence.place == 0
-        return self.sum(values if counts else [0.0] * len(values))
-
-    def barrier(self) -> None:
-        """Wait for all ranks, at most for the process group's deadline."""
-        self.sum([0.0])
+        return self.sum(values if self.speaks_for_share else [0.0] * len(values))
 
     def leave(self) -> None:
         """Close the process group."""

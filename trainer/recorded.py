@@ -1,10 +1,11 @@
 """Recorded steps, to be trained again without engines: a run's replay spool, or its trajectory records. Files, no torch.
 
 The spool holds a run's last steps exactly (since its oldest kept checkpoint). The records hold the groups that
-`metrics.trajectory_rate` keeps, log-probs to four digits; a step with groups missing has those that are whole.
+`metrics.trajectory_rate` keeps, log-probs to four digits; a step with groups missing has those that are whole. A line that
+is torn, or of another shape, costs itself.
 """
 
-import json
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from laminar.config.root import LaminarConfig
-from laminar.errors import ConfigError
-from laminar.json_lines import iterate_lines
+from laminar.errors import ConfigError, InvariantError
+from laminar.json_lines import iterate_lines, parse_line
 from laminar.run_folder import RunFolder
 from laminar.trajectories import STEPS, Record, read_members
 from laminar.types import (
@@ -30,6 +31,12 @@ from laminar.types import (
 from trainer.spool import FOLDER, ReplaySpool
 from trainer.spool_file import read_groups, verify_step
 
+_UNRECORDED = "not recorded, or not with every member (metrics.trajectory_rate = 1 keeps all, until the oldest are deleted)"
+_UNSIZED = (
+    f"{STEPS} does not say how many members a group had, so an older Laminar wrote that line: replay the step with that "
+    "one, or from the run's checkpoints"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
@@ -39,13 +46,15 @@ class RecordedStep:
         step: its number.
         groups: in training order.
         oldest_trained: tokens of versions below this number were not trained; None: by the config's bound.
-        missing_groups: groups of the step that were not recorded, or not with every member.
+        missing_groups: groups of the step that cannot be trained again.
+        missing_reason: why.
     """
 
     step: int
     groups: tuple[tuple[Trajectory, ...], ...]
     oldest_trained: int | None = None
     missing_groups: int = 0
+    missing_reason: str = ""
 
 
 class Recording:
@@ -61,28 +70,43 @@ class Recording:
         is_exact: whether log-probs are those that were trained, to the last bit.
 
     Raises:
-        ConfigError: nothing is recorded there.
+        ConfigError: nothing is recorded there, or no group of it whole.
     """
 
     def __init__(self, folder: Path, config: LaminarConfig) -> None:
-        self._config = config
+        self._folder = folder
         self.run = next(
             (place for place in (folder, *folder.resolve().parents[:2]) if (place / "config.toml").is_file()), None
         )
         replay = next((p for p in (folder / "checkpoints" / FOLDER, folder) if any(p.glob("step_[0-9]*[0-9]"))), None)
         self._spool = None if replay is None or replay.name != FOLDER else ReplaySpool(replay.parent)
-        self._records = folder / "trajectories" if (folder / "trajectories").is_dir() else folder
+        records = folder / "trajectories" if (folder / "trajectories").is_dir() else folder
         self.is_exact = self._spool is not None
-        self._steps = self._spool.steps() if self._spool else sorted(_groups_by_step(self._records))
+        self._recorded = [] if self._spool else list(read_records(records, config))
+        self._steps = self._spool.steps() if self._spool else [step.step for step in self._recorded]
         if not self._steps:
             raise ConfigError(
                 f"{folder} holds no recorded step: give a run folder, its checkpoints/{FOLDER}, or its trajectories/ "
-                f"(with {STEPS}; the run keeps them all with metrics.trajectory_rate = 1)"
+                f"(with {STEPS}; the run keeps them all with metrics.trajectory_rate = 1); {FOLDER} has only the steps "
+                "since the oldest kept checkpoint"
+            )
+        if not self.is_exact and not any(step.groups for step in self._recorded):
+            reasons = "; ".join(dict.fromkeys(step.missing_reason for step in self._recorded))
+            raise ConfigError(
+                f"{folder} holds no group of its {len(self)} recorded steps that can be trained again: {reasons}"
             )
         self.first = self._steps[0]
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    def __str__(self) -> str:
+        """What it is, and, if it is not exact, why."""
+        if self.is_exact:
+            return "the replay spool"
+        spool = self._folder / "checkpoints" / FOLDER
+        why = f" ({spool} holds no step: those that no kept checkpoint needs are gone)" if spool.is_dir() else ""
+        return f"the trajectory records, log-probs to four digits, groups that metrics.trajectory_rate kept{why}"
 
     def steps(self) -> Iterator[RecordedStep]:
         """The steps, in order.
@@ -91,7 +115,7 @@ class Recording:
             SpoolError: a file of the spool is damaged.
         """
         if self._spool is None:
-            yield from read_records(self._records, self._config)
+            yield from self._recorded
             return
         for step in self._steps:
             path = self._spool.path(step)
@@ -107,24 +131,32 @@ def read_records(folder: Path, config: LaminarConfig) -> Iterator[RecordedStep]:
     """The steps of a folder of trajectory records; failed attempts are left out, as they were in training.
 
     Of several records of one trajectory the last attempt counts: a group is played anew by its next owner.
-
-    Raises:
-        ConfigError: the steps do not say how many members their groups had.
     """
     members: dict[str, dict[int, Trajectory]] = {}
     for file in sorted(folder.glob("*.jsonl.gz")):
         for _, _, lines in read_members(file):
-            for record in map(json.loads, lines):
-                if record["failure"] is None:
-                    trajectory = as_trajectory(record, config)
+            for trajectory in (_read_good(line, config) for line in lines):
+                if trajectory is not None:
                     group = members.setdefault(trajectory.group_id, {})
                     known = group.get(trajectory.member)
                     if known is None or known.attempt <= trajectory.attempt:
                         group[trajectory.member] = trajectory
     for step, sizes in sorted(_groups_by_step(folder).items()):
+        if isinstance(sizes, list):
+            yield RecordedStep(step, (), missing_groups=len(sizes), missing_reason=_UNSIZED)
+            continue
         whole = [members[group_id] for group_id, size in sizes.items() if len(members.get(group_id, ())) == size]
         groups = tuple(tuple(group[member] for member in sorted(group)) for group in whole)
-        yield RecordedStep(step, groups, missing_groups=len(sizes) - len(groups))
+        missing = len(sizes) - len(groups)
+        yield RecordedStep(step, groups, missing_groups=missing, missing_reason=_UNRECORDED if missing else "")
+
+
+def _read_good(line: bytes, config: LaminarConfig) -> Trajectory | None:
+    """A line's trajectory; None if it failed, or the line is torn or of another shape."""
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError, InvariantError):
+        record = parse_line(line) or {}
+        return as_trajectory(record, config) if record["failure"] is None else None
+    return None
 
 
 def as_trajectory(record: Record, config: LaminarConfig) -> Trajectory:
@@ -157,12 +189,10 @@ def _segment(segment: dict[str, Any]) -> Segment:
     return sampled(segment["token_ids"], logprobs, version, segment["masked_head_tokens"])
 
 
-def _groups_by_step(folder: Path) -> dict[int, dict[str, int]]:
-    """Groups and their sizes by the step that trained them; a step trained anew after a resume counts as it was last."""
-    found = {line["step"]: line["groups"] for line in iterate_lines(folder / STEPS)}
-    if any(not isinstance(groups, dict) for groups in found.values()):
-        raise ConfigError(
-            f"{folder / STEPS} does not say how many members a group had, so it was written by an older Laminar: replay it "
-            "with that one, or from the run's checkpoints"
-        )
-    return found
+def _groups_by_step(folder: Path) -> dict[int, dict[str, int] | list[str]]:
+    """Groups and their sizes by the step that trained them, a list where no size is told.
+
+    A step trained anew after a resume counts as it was last.
+    """
+    told = ((line.get("step"), line.get("groups")) for line in iterate_lines(folder / STEPS))
+    return {step: groups for step, groups in told if isinstance(step, int) and isinstance(groups, dict | list)}

@@ -19,6 +19,7 @@ from laminar.codec import decode_trajectory, encode_trajectory
 from laminar.errors import ConfigError, ExperienceError, LaminarError
 from laminar.experience.answers import Frontier, Occurrence
 from laminar.types import Trajectory
+from laminar.whole_file import sync
 from trainer.progress import Progress
 
 FORMAT_VERSION = 1
@@ -102,7 +103,7 @@ def write_step(path: Path, header: SpooledStep, groups: Sequence[Sequence[Trajec
         temporary.unlink(missing_ok=True)  # on a full disk it would take what others need
         raise
     temporary.replace(path)
-    _sync_folder(path.parent)
+    sync(path.parent)
     return length
 
 
@@ -162,11 +163,3 @@ def _header(file: BinaryIO) -> SpooledStep:
     if len(packed) < length or xxhash.xxh3_64_intdigest(packed) != checksum:
         raise SpoolError(f"spool file {file.name} is torn or damaged: its header's checksum does not match")
     return msgspec.json.decode(packed, type=SpooledStep)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,8 +3,10 @@
 An update with an undefined number at a trained place is applied on no rank; its trajectory is named, the rest is left out.
 """
 
+import json
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,19 +18,20 @@ from laminar.errors import RunFailedError
 from laminar.types import Int32Array
 from trainer.algorithms.base import Algorithm, TokenInputs
 from trainer.algorithms.kl import kl_tokens
-from trainer.algorithms.loss import loss_numerator, non_finite_row, select
+from trainer.algorithms.loss import loss_numerator, non_finite_row, row_losses, select
 from trainer.critic import Critic
 from trainer.engine import TrainerEngine
 from trainer.mismatch import Mismatch
 from trainer.packing import PackedRows, pack_rows
 from trainer.plan import MiniBatchPlan
+from trainer.ranks import Ranks
 from trainer.scoring import Rows
 from trainer.spikes import GRADIENT, Spike
 from trainer.trained_module import Update
 
 _SUMS = ("loss", "policy_loss", "ratio", "clip_low", "clip_high", "entropy", "kl", "rollout_kl")
 Weighed = tuple[Tensor, Sequence[str]]
-"""(B,) sums of the absolute token losses of a micro-batch's rows, and their trajectories' ids."""
+"""(B,) what the absolute token losses of a micro-batch's rows would make of the loss, and their trajectories' ids."""
 Measured = tuple[Tensor, Sequence[Int32Array]]
 """(N,) log-probs less the engine's at a micro-batch's trained places, and the versions there, row by row."""
 REFUSE = -1.0
@@ -141,9 +144,12 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
     *reduced, value_loss_sum = engine.ranks.sum_shares([*sums.tolist(), value_loss_sum])
     computed = time.perf_counter()
     figures = {"loss": abs(reduced[0]) / plan.denominator, "KL": reduced[_SUMS.index("rollout_kl")] / plan.num_tokens}
-    is_defined = all(map(math.isfinite, (*figures.values(), value_loss_sum)))  # else another net's
+    if engine.critic is not None and not engine.critic.has_finite_gradient():
+        undefined = undefined or "the critic's gradient is not finite"
+    has_broken_critic = not math.isfinite(value_loss_sum) or _has_broken_gradient(engine)
+    is_defined = all(map(math.isfinite, figures.values())) and not has_broken_critic  # else another net's
     spike = engine.spikes.find(figures) if is_defined else None
-    update, spike = _update_unless_spike(work, spike, refuse=not math.isfinite(value_loss_sum))
+    update, spike = _update_unless_spike(work, spike, refuse=has_broken_critic)
     critic_update = None
     if engine.critic is not None:
         critic_update = engine.critic.update(work.rate, math.inf if update.applied else REFUSE)
@@ -161,6 +167,11 @@ def _train_mini_batch(work: Work, plan: MiniBatchPlan, mismatch: Mismatch | None
         if not critic_update.applied:
             return f"the critic's gradient norm is {critic_update.grad_norm}, so only the policy had the last update"
     return None
+
+
+def _has_broken_gradient(engine: TrainerEngine) -> bool:
+    """Whether the critic's gradient is not finite on any rank; all call it together."""
+    return engine.critic is not None and engine.ranks.sum([not engine.critic.has_finite_gradient()])[0] > 0
 
 
 def _update_unless_spike(work: Work, spike: Spike | None, *, refuse: bool) -> tuple[Update, Spike | None]:
@@ -183,14 +194,24 @@ def _tell(engine: TrainerEngine, spike: Spike, weighed: Sequence[Weighed]) -> st
     Raises:
         RunFailedError: the run is to end.
     """
-    rows = ((float(size), name) for sizes_B, names in weighed for size, name in zip(sizes_B.tolist(), names, strict=True))
-    share, name = max(rows, default=(0.0, ""))
-    found = [text.split(" ", 1) for text in engine.ranks.gather_texts(f"{share:.9g} {name}")]
-    share, name = max((float(share), name) for share, name in found)
-    text = f"spike: {spike}; trajectory {name} has the largest share in the loss, {share:.3g}"
+    name, share = _largest_share(engine.ranks, weighed)
+    text = f"spike: {spike}; trajectory {name} has the largest share in the loss, {share:.1%} (of absolute token losses)"
     if engine.config.trainer.spikes.action == "stop":
         raise RunFailedError(f'{text}; trainer.spikes.action is "stop": the last checkpoint stands')
     return text
+
+
+def _largest_share(ranks: Ranks, weighed: Sequence[Weighed]) -> tuple[str, float]:
+    """The trajectory with the largest share, and its share, from 0 to 1; its chains may lie on several ranks."""
+    own: Counter[str] = Counter()
+    for sizes_B, names in weighed if ranks.speaks_for_share else ():
+        for size, name in zip(sizes_B.tolist(), names, strict=True):
+            own[name] += size
+    sizes: Counter[str] = Counter()
+    for text in ranks.gather_texts(json.dumps(own)):
+        sizes.update(json.loads(text))
+    size, name = max((size, name) for name, size in sizes.items())
+    return name, size / (sizes.total() or 1.0)
 
 
 def _teach_critic(
@@ -222,8 +243,8 @@ def _loss(
     """The loss of a micro-batch.
 
     Returns:
-        Its numerator, with gradient; its sums, as `_SUMS` names them; what is undefined in it; and (B,) the sums of its
-        rows' absolute token losses.
+        Its numerator, with gradient; its sums, as `_SUMS` names them; what is undefined in it; and (B,) the numerator that
+        each row's absolute token losses would give.
     """
     scores, mask_BT = batch.scores, batch.mask
     if not bool(mask_BT.any()):
@@ -258,7 +279,8 @@ def _loss(
     )
     sums = torch.stack([part.detach() for part in parts]).double()
     undefined = "" if bool(sums.isfinite().all()) else _undefined(batch, logprobs_BT, whole_BT)
-    return numerator, sums, undefined, select(whole_BT.detach().abs(), mask_BT).sum(dim=1)
+    sizes_B = row_losses(whole_BT.detach().abs(), mask_BT, algorithm.aggregation, batch.sequence_tokens)
+    return numerator, sums, undefined, sizes_B
 
 
 def _undefined(batch: PackedRows, logprobs_BT: Tensor, losses_BT: Tensor) -> str:

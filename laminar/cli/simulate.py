@@ -17,7 +17,7 @@ from laminar.run_folder import RunFolder
 from laminar.simulate.calibrate import adapted, calibrate, observe
 from laminar.simulate.from_config import Setting, setting_of
 from laminar.simulate.report import advice_lines, as_json, html, text_table, write_png
-from laminar.simulate.sweep import advise, overrides_of, simulate_rows
+from laminar.simulate.sweep import Searches, advise, overrides_of, simulate_rows
 
 MAX_GPUS = 16_384
 """Advice for 512 takes a minute or two; the time grows with their number."""
@@ -47,9 +47,10 @@ def simulate(
         return loaded
 
     adapt = _adaptation(run)
-    rows = simulate_rows(load, overrides_of(sweep or []), totals, adapt)
+    searches = Searches(say=lambda text: typer.echo(text, err=True))
+    rows = simulate_rows(load, overrides_of(sweep or []), totals, adapt, searches)
     own = [adapt(setting_of(load(()))).num_gpus]
-    advices = [advise(load, total, adapt) for total in totals or own] if advice else []
+    advices = [advise(load, total, adapt, searches) for total in totals or own] if advice else []
     if html_file is not None:
         _write(html_file, lambda path: path.write_text(html(rows, advices, f"Simulation of {config.name}"), "utf-8"))
     if png is not None:

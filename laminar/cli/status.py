@@ -37,6 +37,10 @@ def as_text(value: Any) -> str:
     """A fact for people: sentences one after the other, counts by name, counts by reason as their sum."""
     if isinstance(value, list):
         return "; ".join(value) or "none"
+    if value is None:
+        return "unknown"
+    if isinstance(value, float):
+        return f"{value:.6g}"
     if not isinstance(value, dict):
         return str(value)
     parts = []
@@ -63,7 +67,7 @@ def collect(folder: RunFolder) -> dict[str, Any]:
         last, recent = source.history.latest(), source.history.recent(RECENT_STEPS)
         facts |= {
             "step": source.history.steps[-1],
-            "reward": round(float("nan") if (reward := reward_of(last)) is None else reward, 4),
+            "reward": None if (reward := reward_of(last)) is None else round(reward, 4),
             "staleness_max": last.get("staleness/versions_max"),
             "trained_tokens_per_s": round(recent.get("throughput/trained_tokens_per_second", 0)),
             "generated_tokens_per_s": round(last.get("throughput/generated_tokens_per_second", 0)),

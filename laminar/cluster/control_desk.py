@@ -17,7 +17,7 @@ import redis.exceptions
 from redis.asyncio import Redis
 
 from laminar.control import ANSWER_TTL_SECONDS, MAX_AGE_SECONDS, Answer, Request, Verb, answer_key, requests_key
-from laminar.errors import LaminarError
+from laminar.errors import LaminarError, reason
 from laminar.telemetry.stream import TelemetryWriter
 
 logger = logging.getLogger("laminar.supervisor")
@@ -96,7 +96,7 @@ class ControlDesk:
         except redis.exceptions.RedisError:
             raise
         except OSError as error:  # a full disk
-            return Answer(False, f"{request.verb} failed: {error}; mend that, and ask again")
+            return Answer(False, f"{request.verb} failed: {reason(error)}; mend that, and ask again")
         except Exception as error:  # a request that nobody thought of must not end the run
             logger.exception("control: %s by %s failed", request.verb, request.asked_by)
             return Answer(False, f"{request.verb} failed: {error!r}; the run's output has it whole")

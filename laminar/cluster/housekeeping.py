@@ -13,15 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from laminar.dashboard.alerts import MIN_FREE_RATIO
 from laminar.telemetry.stream import TelemetryWriter
 
 logger = logging.getLogger("laminar.supervisor")
 
 LOOK_SECONDS = 10.0
-MAX_LOG_BYTES = 33 * 1024**2
-"""A little more than what roles keep their own logs below."""
+LOG_BYTES = 32 * 1024**2
 OLD_LOGS = 2
-LOW_RATIO = 0.05
+"""A role's log is rotated at this size, and so many old ones are kept."""
+MAX_LOG_BYTES = LOG_BYTES + 1024**2
+"""A little more than what roles keep their own logs below."""
 LOW_AGAIN_SECONDS = 3600.0
 
 
@@ -67,7 +69,8 @@ class Housekeeper:
             except OSError as error:
                 logger.info("the disk of %s cannot be looked at (%s)", place, error)
                 continue
-            if usage.free >= LOW_RATIO * usage.total or now - self._told.get(place, -LOW_AGAIN_SECONDS) < LOW_AGAIN_SECONDS:
+            was_told = now - self._told.get(place, -LOW_AGAIN_SECONDS) < LOW_AGAIN_SECONDS
+            if usage.free >= MIN_FREE_RATIO * usage.total or was_told:
                 continue
             self._told[place] = now
             text = f"disk low: {usage.free / 1e9:.1f} GB of {usage.total / 1e9:.1f} GB are free in {place}; make room"

@@ -6,7 +6,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from laminar.config.root import LaminarConfig
-from laminar.errors import ConfigError
+from laminar.errors import ConfigError, first_line
 
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """Weights, config and tokenizer; no other weight formats, no code."""
@@ -31,5 +31,6 @@ def local_folder(name: str) -> str:
     try:
         return snapshot_download(name, allow_patterns=WANTED)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model {name!r} is no folder here and cannot be fetched from the hub: {reason}") from error
+        raise ConfigError(
+            f"model {name!r} is no folder here and cannot be fetched from the hub: {first_line(error)}"
+        ) from error

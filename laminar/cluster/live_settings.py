@@ -80,14 +80,14 @@ class LiveSettings:
         return f"{key}: {text}"
 
     def _with_bound(self, wanted: LaminarConfig) -> tuple[LaminarConfig, str]:
-        old, new = self.config.staleness.bound, wanted.staleness.bound  # None: unbounded
-        if self.config.staleness.policy == "mask" or not old or not new:
+        old, new = self.config.staleness, wanted.staleness
+        if old.policy == "mask" or not old.bound or not new.bound:
             raise ConfigError(
-                f"{BOUND} cannot go from {old} to {new} in a living "
+                f"{BOUND} cannot go from {old.max_staleness} to {new.max_staleness} in a living "
                 'run: only between bounds of 1 or more, and not with staleness.policy = "mask"; stop the run and resume it'
             )
-        staleness = self.config.staleness.model_copy(update={"max_staleness": new})
-        text = f"{old} -> {new}; groups in flight keep the bound they were admitted under"
+        staleness = old.model_copy(update={"max_staleness": new.bound})
+        text = f"{old.bound} -> {new.bound}; groups in flight keep the bound they were admitted under"
         return self.config.model_copy(update={"staleness": staleness}), text
 
     def _with_in_flight(self, wanted: LaminarConfig) -> tuple[LaminarConfig, str]:

@@ -19,17 +19,14 @@ from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar.allocator import exempt_from_collection, keep_freed_memory
+from laminar.cluster.housekeeping import LOG_BYTES, OLD_LOGS
 from laminar.cluster.roles import RUN_ID_VARIABLE, RoleContext, RoleSpec
 from laminar.config.load import append_user_modules
 from laminar.config.root import LaminarConfig
-from laminar.errors import ConfigError, DeadlineError, EnvironmentSetupError, LaminarError
+from laminar.errors import ConfigError, DeadlineError, EnvironmentSetupError, LaminarError, reason
 
 LOOPBACK = "127.0.0.1"
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-
-LOG_BYTES = 32 * 1024**2
-OLD_LOGS = 2
-"""A role's log is rotated at this size, and so many old ones are kept."""
 
 OBJECT_STORE_BYTES = 80 * 1024**2
 """Ray's smallest object store: no data of ours passes through it."""
@@ -67,11 +64,11 @@ class RayCluster:
             ray.init(address=address, **options)
         except (ConnectionError, ray.exceptions.RaySystemError) as error:
             raise EnvironmentSetupError(
-                f"cluster.ray_address {address!r} does not answer ({error}); start Ray there, or use 'local'"
+                f"cluster.ray_address {address!r} does not answer ({reason(error)}); start Ray there, or use 'local'"
             ) from error
         except ValueError as error:
             raise ConfigError(
-                f"cluster.ray_address {address!r} is no address ({error}); write 'local', 'auto', or a host:port"
+                f"cluster.ray_address {address!r} is no address ({reason(error)}); write 'local', 'auto', or a host:port"
             ) from error
 
     def free(self) -> tuple[float, float]:
@@ -133,7 +130,7 @@ class RoleProcess:
             async with asyncio.timeout(seconds):
                 self.pid, self.node_id = await self._actor.whereabouts.remote()
         except ray.exceptions.RayError as error:
-            raise RoleDiedError(f"the process of {self.spec.name} did not start: {_last_line(str(error))}") from None
+            raise RoleDiedError(f"the process of {self.spec.name} did not start: {_last_line(reason(error))}") from None
         except TimeoutError:
             raise EnvironmentSetupError(
                 f"Ray found no room for {self.spec.name} ({self.spec.num_cpus:g} CPUs, {self.spec.num_gpus:g} GPUs) in "
@@ -169,7 +166,7 @@ class RoleProcess:
         except ray.exceptions.RayActorError:
             raise RoleDiedError(f"the process of {self.spec.name} ended") from None
         except ray.exceptions.RayError as error:  # killed for memory, its machine gone, ...
-            raise RoleDiedError(f"the process of {self.spec.name} ended: {_last_line(str(error))}") from None
+            raise RoleDiedError(f"the process of {self.spec.name} ended: {_last_line(reason(error))}") from None
 
     def kill(self) -> None:
         """End the process at once."""
@@ -210,4 +207,4 @@ _REMOTE_ROLE = ray.remote(_RoleActor)
 
 
 def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]
+    return text.splitlines()[-1]

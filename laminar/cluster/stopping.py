@@ -75,8 +75,9 @@ class Stopping:
         return f"ending everything at once; {follows}"
 
     def _has_begun(self) -> bool:
-        """Whether a step may have begun: the trainer is heard of once it takes batches."""
-        return self.phase is not Phase.STARTING and TRAINER in self._view.roles
+        """Whether a step may have begun: the trainer is heard of once it takes batches, and until it has trained enough."""
+        is_heard = self.phase is Phase.TRAINING and TRAINER in self._view.roles
+        return is_heard or self.phase in (Phase.EVALUATING, Phase.ENDING)
 
 
 def what_follows(step: int, saved: int | None) -> str:

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from laminar.config.addresses import http_fault, port_fault
 from laminar.config.check_algorithm import algorithm_faults
 from laminar.config.check_model import model_faults
-from laminar.config.check_plugins import algorithm_options, needs_exact_logprobs, plugin_faults
+from laminar.config.check_plugins import algorithm_options, needs_exact_logprobs, option_notes, plugin_faults
 from laminar.config.check_sources import source_faults, source_notes
 from laminar.config.check_warnings import episode_warnings, machine_warnings, pace_warnings
 from laminar.config.root import LaminarConfig
@@ -23,9 +24,9 @@ from laminar.config.sizes import (
     most_micro_batch_tokens,
 )
 from laminar.errors import ConfigError
-from laminar.experience.client import hide_password
+from laminar.experience.client import hide_password, url_fault
 
-_REDIS_URL = re.compile(r"embedded|(rediss?|unix)://.+")
+_RAY_ADDRESS = re.compile(r"local|auto|[^\s/]+:\d+|ray://\S+:\d+")
 
 
 def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[str]:
@@ -51,6 +52,7 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
         _gpu_faults,
         _spike_faults,
         _relay_faults,
+        _address_faults,
         source_faults,
         model_faults,
         plugin_faults,
@@ -63,6 +65,7 @@ def check_config(config: LaminarConfig, num_cores: int | None = None) -> list[st
     cores = num_cores or len(os.sched_getaffinity(0))
     return [
         *source_notes(config),
+        *option_notes(config),
         *pace_warnings(config),
         *episode_warnings(config),
         *machine_warnings(config, cores),
@@ -186,6 +189,20 @@ def _relay_faults(config: LaminarConfig) -> Iterator[str]:
         yield '`relay.transport` is "mooncake", which is not installed: `pip install laminar-rl[mooncake]`'
 
 
+def _address_faults(config: LaminarConfig) -> Iterator[str]:
+    """Addresses that nobody could ever answer at, and folders that are files."""
+    redis_url, ray_address = config.experience.redis_url, config.cluster.ray_address
+    if redis_url != "embedded" and (fault := url_fault(redis_url)):
+        yield f'`experience.redis_url` is "{hide_password(redis_url)}": {fault}; "embedded" starts a server for the run'
+    if not _RAY_ADDRESS.fullmatch(ray_address) or (":" in ray_address and port_fault(f"//{ray_address.rpartition('/')[2]}")):
+        yield f'`cluster.ray_address` is "{ray_address}": write "local", "auto", or a host:port'
+    if config.alerts.webhook and (fault := http_fault(config.alerts.webhook)):
+        yield f"`alerts.webhook`: {fault}"
+    for setting, folder in {"run.directory": config.run.directory, "relay.root": config.relay.root}.items():
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            yield f'`{setting}` is "{folder}": that is a file; give a folder'
+
+
 def _evaluation_faults(config: LaminarConfig) -> Iterator[str]:
     evaluation, longest = config.eval, longest_evaluation_tokens(config)
     if not evaluation.path:
@@ -220,9 +237,4 @@ def _engine_faults(config: LaminarConfig) -> Iterator[str]:
         yield (
             f"`rollout.engine.num_gpus` is {engine.num_gpus:g}: a replica split over `tensor_parallel_size` = "
             f"{engine.tensor_parallel_size} GPUs needs that many"
-        )
-    if not _REDIS_URL.fullmatch(config.experience.redis_url):
-        yield (
-            f'`experience.redis_url` is "{hide_password(config.experience.redis_url)}": write "embedded", or a URL that '
-            "starts with redis://, rediss:// or unix://"
         )

@@ -6,6 +6,7 @@ without importing torch; a user's own module is imported.
 
 import importlib.util
 import inspect
+import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,6 +153,30 @@ def _reward_faults(config: LaminarConfig) -> Iterator[str]:
     names = [reward.term for reward in config.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f'`rewards` has {names.count(name)} terms called "{name}": give each a `name` of its own'
+    is_ours = kind in table and not getattr(load_attribute(table[kind]), "gives_reward", False)
+    for index, reward in enumerate(config.rewards):
+        term = getattr(reward_options(reward), "right_term", None)
+        if is_ours and term is not None and term not in names:
+            yield f'`rewards[{index}].options.right_term` is "{term}", but the terms are {", ".join(names)}: name one'
+
+
+def option_notes(config: LaminarConfig) -> Iterator[str]:
+    """What options of the environment and of rewards name and this machine lacks: variables, and programs to start."""
+    yield from _absent("environment.options", config.environment.options)
+    for index, reward in enumerate(config.rewards):
+        yield from _absent(f"rewards[{index}].options", reward.options)
+
+
+def _absent(where: str, value: Any) -> Iterator[str]:
+    below = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in below:
+        place = f"{where}[{key}]" if isinstance(key, int) else f"{where}.{key}"
+        if isinstance(inner, str) and str(key).endswith("_variable") and inner and inner not in os.environ:
+            yield f"`{place}` is {inner!r}, not set here: it must be in the environment that the run starts in"
+        elif key == "command" and isinstance(inner, list) and inner and shutil.which(str(inner[0])) is None:
+            yield f"`{place}` begins with {inner[0]!r}, not here yet as a program: it must be when the run starts"
+        else:
+            yield from _absent(place, inner)
 
 
 def comparing_rewards(config: LaminarConfig) -> list[str]:

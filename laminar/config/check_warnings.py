@@ -45,12 +45,19 @@ def episode_warnings(config: LaminarConfig) -> Iterator[str]:
     if config.rewards and all(reward.weight == 0 for reward in config.rewards):
         yield "every `rewards[].weight` is 0: every reward will be 0"
     for index, reward in enumerate(config.rewards):
-        if reward.timeout_seconds > config.environment.wall_seconds:
+        options, wall = reward_options(reward), config.environment.wall_seconds
+        one_program = getattr(getattr(options, "limits", None), "wall_seconds", 0.0)
+        if reward.timeout_seconds > wall:
             yield (
                 f"`rewards[{index}].timeout_seconds` is {reward.timeout_seconds:g}: the episode ends after "
-                f"`environment.wall_seconds` = {config.environment.wall_seconds:g}"
+                f"`environment.wall_seconds` = {wall:g}"
             )
-        longest = getattr(reward_options(reward), "max_seconds", 0.0)
+        elif reward.timeout_seconds + one_program > wall:
+            yield (
+                f"`rewards[{index}].options.limits.wall_seconds` is {one_program:g}: one program and `timeout_seconds` = "
+                f"{reward.timeout_seconds:g} are longer than the episode, `environment.wall_seconds` = {wall:g}"
+            )
+        longest = getattr(options, "max_seconds", 0.0)
         if isinstance(longest, int | float) and longest >= reward.timeout_seconds:
             yield (
                 f"`rewards[{index}].options.max_seconds` is {longest:g}, not below `rewards[{index}].timeout_seconds` = "

@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
-from laminar.config.peers import PEER_NAMES
+from laminar.config.peers import PEER_NAMES, PEER_NOTES
 from laminar.config.root import LaminarConfig
 from laminar.config.sizes import (
     bytes_per_group,
@@ -26,6 +26,7 @@ from laminar.config.sizes import (
     published_bytes,
     read_model_size,
     shares,
+    slot_bytes,
 )
 
 _COLUMNS = 100
@@ -186,14 +187,20 @@ def _weight_lines(config: LaminarConfig) -> list[str]:
         *lines,
         _row("parameters", size.num_parameters, ""),
         _row("bytes a version", _in_bytes(one), f"model.dtype = {config.model.dtype}"),
-        _row("shared memory", _in_bytes(one * slots), "on each machine that runs engines or trains"),
+        _row(
+            "shared memory",
+            _in_bytes(slot_bytes(one) * slots),
+            "on each machine that runs engines or trains, 4 MiB beside each slot",
+        ),
     ]
 
 
 def _synonym_lines() -> list[str]:
     lines: list[str] = []
     for ours in _KNOWN_ELSEWHERE:
-        theirs = ", ".join(name for name, path in PEER_NAMES.items() if path == ours)
+        same = ", ".join(name for name, path in PEER_NAMES.items() if path == ours)
+        differing = ", ".join(name for name, note in PEER_NOTES.items() if note.split("`")[1:2] == [ours])
+        theirs = "; ".join(filter(None, (same, differing and f"in another form: {differing}")))
         indent = " " * (2 + 36)
         lines += textwrap.wrap(theirs, _COLUMNS, initial_indent=f"  {ours:<36}", subsequent_indent=indent)
     return lines

@@ -1,8 +1,7 @@
 """Say what an unknown key was probably meant to be.
 
-Pure: the tree of a config file in, one sentence for every unknown key out. In this order a key is: a peer's that needs a
-word, right but in another place, a peer's name for one of ours, misspelt, or simply unknown (then the keys of its section
-are listed).
+Pure: the tree of a config file in, one sentence for every unknown key out. In this order a key is: a peer's, right but
+in another place, misspelt, or simply unknown (then the keys of its section are listed).
 """
 
 import difflib
@@ -30,7 +29,7 @@ def unknown_keys(tree: Mapping[str, Any]) -> list[tuple[Path, str]]:
 
 def hint_for(path: Path, is_table: bool = False) -> str | None:
     """What the unknown key at `path` was probably meant to be, or None if nothing is near."""
-    return PEER_NOTES.get(_plain(path[-1])) or _elsewhere(path, is_table) or _of_a_peer(path) or _misspelt(path, is_table)
+    return _of_a_peer(path) or _elsewhere(path, is_table) or _misspelt(path, is_table)
 
 
 def _walk(value: Any, place: Place, path: Path) -> Iterator[tuple[Path, str]]:
@@ -48,27 +47,23 @@ def _walk(value: Any, place: Place, path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _unknown(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
-    if not isinstance(value, Mapping):
-        yield path, f"unknown key `{format_path(path)}`: {hint_for(path) or _list_of_keys(path)}"
-        return
-    hint = hint_for(path, is_table=True)
-    if hint:
-        yield path, f"unknown section `{format_path(path)}`: {hint}"
-        return
-    hinted = [(leaf, hint_for(leaf)) for leaf in _leaves(value, path)]
-    for leaf, leaf_hint in hinted:
-        if leaf_hint:
-            yield leaf, f"unknown key `{format_path(leaf)}`: {leaf_hint}"
-    if not any(leaf_hint for _, leaf_hint in hinted):
-        yield path, f"unknown section `{format_path(path)}`: {_list_of_keys(path)}"
+    is_table = isinstance(value, Mapping)
+    kind, hint = "section" if is_table else "key", hint_for(path, is_table)
+    below = list(_hinted(value, path, only_peers=hint is not None)) if is_table else []
+    if hint or not below:
+        yield path, f"unknown {kind} `{format_path(path)}`: {hint or _list_of_keys(path)}"
+    yield from below
 
 
-def _leaves(value: Mapping[str, Any], path: Path) -> Iterator[Path]:
-    for key, below in value.items():
-        if isinstance(below, Mapping):
-            yield from _leaves(below, (*path, key))
-        else:
-            yield (*path, key)
+def _hinted(table: Mapping[str, Any], path: Path, only_peers: bool) -> Iterator[tuple[Path, str]]:
+    """What is known of the keys and tables within an unknown table; of one that is misplaced itself, only peers' names."""
+    for key, value in table.items():
+        below, is_table = (*path, key), isinstance(value, Mapping)
+        hint = _of_a_peer(below) if only_peers or is_table else hint_for(below)
+        if hint:
+            yield below, f"unknown {'section' if is_table else 'key'} `{format_path(below)}`: {hint}"
+        if is_table:
+            yield from _hinted(value, below, only_peers)
 
 
 def _elsewhere(path: Path, is_table: bool) -> str | None:
@@ -83,12 +78,19 @@ def _elsewhere(path: Path, is_table: bool) -> str | None:
 
 
 def _of_a_peer(path: Path) -> str | None:
-    name = PEER_NAMES.get(_plain(path[-1]))
-    return name and f"here it is `{name}`"
+    """What a peer means by this name: by its last parts, as many as are known together, else by the last alone."""
+    names = [_plain(part) for part in _names(path)]
+    for start in range(len(names)):
+        name = ".".join(names[start:])
+        if name in PEER_NOTES:
+            return PEER_NOTES[name]
+        if name in PEER_NAMES:
+            return f"here it is `{PEER_NAMES[name]}`"
+    return None
 
 
-def _plain(key: str | int) -> str:
-    return str(key).lstrip("-").replace("-", "_").lower()
+def _plain(key: str) -> str:
+    return key.lstrip("-").replace("-", "_").lower()
 
 
 def _misspelt(path: Path, is_table: bool) -> str | None:

@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from pathlib import Path
 
 from laminar.config.check_plugins import algorithm_options
@@ -19,6 +20,8 @@ _BYTES_PER_TRAJECTORY = 2048
 """Ids, spans, reward terms, timings."""
 _LARGEST_HEADER_BYTES = 100 * 1024**2
 """The safetensors format allows no longer header; a longer one means that the file is none."""
+BESIDE_SLOT_BYTES = 4 * 1024**2
+"""What goes with a slot: a version's manifest (the longest are those of many experts) and its folder."""
 _BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
 
@@ -123,6 +126,11 @@ def num_weight_slots(config: LaminarConfig) -> int:
     """
     num_mapping = config.rollout.num_workers if config.rollout.engine.may_map_weights else 0
     return config.relay.keep_versions + 1 + num_mapping + (not is_one_machine(config))
+
+
+def slot_bytes(file_bytes: int) -> int:
+    """Bytes of shared memory that a slot takes with what goes with it; memory comes in whole pages."""
+    return -(-file_bytes // PAGESIZE) * PAGESIZE + BESIDE_SLOT_BYTES
 
 
 def repack_limits(config: LaminarConfig) -> RepackLimits:

@@ -10,6 +10,10 @@ MAX_TRUNCATED_RATIO = 0.5
 MAX_DROPPED_RATIO = 0.3
 MIN_FREE_RATIO = 0.05
 SLOW_STEPS = 5.0
+RECENT_STEPS = 20
+"""Steps that a mean of `Facts` goes over."""
+EARLIER_STEPS = 50
+"""How many steps `Facts.earlier` lies back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 import redis.exceptions
 from redis.asyncio import Redis
 
-from laminar.errors import LaminarError
+from laminar.errors import LaminarError, reason
 from laminar.experience.answers import Snapshot
 from laminar.experience.buffer import ExperienceBuffer
 from laminar.experience.client import connect
@@ -179,7 +179,7 @@ class LiveFeed:
         try:
             await self._look()
         except (redis.exceptions.RedisError, OSError, LaminarError) as error:
-            return str(error) or type(error).__name__
+            return reason(error)
         finally:
             await self._close()
         return ""

@@ -15,7 +15,7 @@ from laminar.config.load import load_config, read_toml
 from laminar.config.redact import redact
 from laminar.config.root import LaminarConfig
 from laminar.config.toml_text import format_document
-from laminar.dashboard.alerts import Facts, find_alerts
+from laminar.dashboard.alerts import EARLIER_STEPS, RECENT_STEPS, Facts, find_alerts
 from laminar.dashboard.bottleneck import Filtering, bottleneck
 from laminar.dashboard.history import History
 from laminar.dashboard.live import LiveFeed, describe_buffer
@@ -24,8 +24,6 @@ from laminar.run_folder import RunFolder
 from laminar.telemetry.clock import SILENT_SECONDS
 from laminar.trajectories import TrajectoryFolder
 
-RECENT_STEPS = 20
-EARLIER_STEPS = 50
 WINDOW_SECONDS = 120.0
 STATE_SECONDS = 0.5
 TRAINER = "trainer-0"

@@ -9,7 +9,7 @@ from typing import Any
 
 from laminar.config.check_plugins import algorithm_options
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import ModelSize, longest_row_tokens, num_row_shares, num_weight_slots, shares
+from laminar.config.sizes import ModelSize, longest_row_tokens, num_row_shares, num_weight_slots, shares, slot_bytes
 from laminar.dry_run.architecture import Architecture
 from laminar.dry_run.memory import activation_bytes, logits_bytes, trained_bytes
 
@@ -110,4 +110,6 @@ def relay_part(machine: int, config: LaminarConfig, model: Model) -> Part:
     """The slots for weight versions in one machine's shared memory."""
     slots = num_weight_slots(config)
     what = f"{slots} slots for weights"
-    return Part(f"relay-{machine}", what, slots * model.weight_bytes, "lower relay.keep_versions, or give it more memory")
+    return Part(
+        f"relay-{machine}", what, slots * slot_bytes(model.weight_bytes), "lower relay.keep_versions, or give it more memory"
+    )

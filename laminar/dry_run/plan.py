@@ -23,7 +23,6 @@ from laminar.dry_run.placement import Placed, place
 
 USABLE = 0.95
 """Share of a GPU's memory that can be filled before its allocator fails for want of one piece."""
-SMALL_BYTES = 50_000_000
 RAY_BYTES = 800_000_000
 DRIVER_ROLES = ("supervisor", "observer", "dashboard", "manager")
 
@@ -193,4 +192,4 @@ def _driver_roles(config: LaminarConfig) -> list[str]:
 
 def gigabytes(number: float) -> str:
     """`1.5 GB`, or `1.5 MB` of what would be 0.0 GB."""
-    return f"{number / 1e9:.1f} GB" if number >= SMALL_BYTES else f"{number / 1e6:.1f} MB"
+    return f"{number / 1e9:.1f} GB" if number >= 5e7 else f"{number / 1e6:.1f} MB"

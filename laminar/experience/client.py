@@ -18,7 +18,8 @@ from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from laminar.errors import ConfigError, EnvironmentSetupError
+from laminar.config.addresses import port_fault
+from laminar.errors import ConfigError, EnvironmentSetupError, reason
 
 T = TypeVar("T")
 
@@ -74,30 +75,44 @@ async def connect(url: str, *, patience_seconds: float = 0.0) -> Redis:
         ConfigError: the URL cannot be read.
         EnvironmentSetupError: nobody answers there, or the password is refused.
     """
-    try:
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=ANSWER_SECONDS,
-            socket_timeout=ANSWER_SECONDS,
-            socket_read_size=READ_BYTES,
-            socket_connect_timeout=CONNECT_SECONDS,
-            retry=Retry(NoBackoff(), 0),
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"experience.redis_url {hide_password(url)!r} cannot be read ({error}); use redis://, rediss:// or unix://"
-        ) from None
-    client = _Client.from_pool(pool)
+    if fault := url_fault(url):
+        raise ConfigError(f"experience.redis_url {hide_password(url)!r}: {fault}")
+    client = _Client.from_pool(_pool(url))
     try:
         await _answer(client, patience_seconds)
     except (redis.RedisError, OSError) as error:
         await client.aclose()
         raise EnvironmentSetupError(
-            f"no usable Redis at {hide_password(url)} ({_reason(error)}); start one there, correct experience.redis_url, "
-            'or set it to "embedded" for the bundled server'
+            f"no usable Redis at {hide_password(url)} ({reason(error).rstrip('.')}); start one there, "
+            'correct experience.redis_url, or set it to "embedded" for the bundled server'
         ) from error
     return client
+
+
+def url_fault(url: str) -> str | None:
+    """What is wrong with the URL of a server, found without asking it; None if nothing is."""
+    parts = url.partition("://")
+    if parts[0] not in ("redis", "rediss", "unix") or not parts[2]:
+        return "write a URL that starts with redis://, rediss:// or unix://"
+    if fault := port_fault(url):
+        return fault
+    try:
+        _pool(url).make_connection()
+    except (ValueError, TypeError, redis.RedisError) as error:
+        return f"what stands behind its ? cannot be used ({error}); correct or remove it"
+    return None
+
+
+def _pool(url: str) -> BlockingConnectionPool:
+    return BlockingConnectionPool.from_url(
+        url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=ANSWER_SECONDS,
+        socket_timeout=ANSWER_SECONDS,
+        socket_read_size=READ_BYTES,
+        socket_connect_timeout=CONNECT_SECONDS,
+        retry=Retry(NoBackoff(), 0),
+    )
 
 
 async def _answer(client: Redis, patience_seconds: float) -> None:
@@ -147,7 +162,3 @@ def hide_password(url: str) -> str:
         user, colon, _ = parts.netloc.rpartition("@")[0].partition(":")
         shown = url.replace(parts.netloc, f"{user}{colon}{'***' if colon else ''}@{parts.netloc.rpartition('@')[2]}", 1)
     return shown if "password=" not in shown else shown.partition("password=")[0] + "password=***"
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().rstrip(".") or type(error).__name__

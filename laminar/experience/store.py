@@ -20,7 +20,7 @@ import msgspec
 import redis
 from redis.asyncio import Redis
 
-from laminar.errors import ExperienceError
+from laminar.errors import ExperienceError, reason
 from laminar.experience.answers import Event
 from laminar.experience.client import keep_cancellation
 
@@ -109,7 +109,7 @@ class ExperienceStore:
                 if time.monotonic() + pause > deadline:
                     what = "unable to write its file" if is_unwritable else "out of reach"
                     raise ExperienceError(
-                        f"Redis has been {what} for {self._outage_seconds:.0f} s at request {name!r} ({error}); "
+                        f"Redis has been {what} for {self._outage_seconds:.0f} s at request {name!r} ({reason(error)}); "
                         "see its log, and resume the run when it is back"
                     ) from error
             await asyncio.sleep(pause)

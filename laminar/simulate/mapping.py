@@ -141,8 +141,15 @@ class Played:
         return self.outcome.tokens_per_second if self.outcome is not None else 0.0
 
 
-def best_split(setting: Setting, num_gpus: int) -> tuple[Split, Outcome, list[Played]]:
+def best_split(
+    setting: Setting, num_gpus: int, say: Callable[[str], None] = lambda _: None
+) -> tuple[Split, Outcome, list[Played]]:
     """The split with the highest played throughput, what it came to, and all that were played, by replicas.
+
+    Args:
+        setting: whose split does not matter.
+        num_gpus: to be divided.
+        say: told what is being played, before each.
 
     Raises:
         ConfigError: if there is no split.
@@ -153,6 +160,7 @@ def best_split(setting: Setting, num_gpus: int) -> tuple[Split, Outcome, list[Pl
 
     def play_split(num_replicas: int) -> Played:
         split = splits[num_replicas]
+        say(f"playing {num_gpus} GPUs: {num_replicas} replicas, {split.train_gpus} GPUs train")
         try:
             return Played(split, play(setting.with_split(split.train_gpus, num_replicas).with_even_shares()))
         except StandstillError as error:

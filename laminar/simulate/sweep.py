@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from laminar.config.root import LaminarConfig
 from laminar.errors import ConfigError
@@ -55,6 +55,25 @@ class Advice:
     reason: str
 
 
+@dataclass(slots=True)
+class Searches:
+    """The best split of one config under some overrides, searched once for each number of GPUs.
+
+    Attributes:
+        say: told what is being played, before each, since each may take many seconds.
+    """
+
+    say: Callable[[str], None] = lambda _: None
+    _found: dict[tuple[tuple[str, ...], int], tuple[Split, Outcome, list[Played]]] = field(default_factory=dict)
+
+    def best(self, overrides: tuple[str, ...], setting: Setting, num_gpus: int) -> tuple[Split, Outcome, list[Played]]:
+        """As `best_split`, of the setting that `overrides` lead to."""
+        key = (overrides, num_gpus)
+        if key not in self._found:
+            self._found[key] = best_split(setting, num_gpus, self.say)
+        return self._found[key]
+
+
 def overrides_of(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
     """Every combination of the values of `section.key=a,b,c`, as overrides of a config.
 
@@ -81,6 +100,7 @@ def simulate_rows(
     combinations: Sequence[tuple[str, ...]],
     totals: Sequence[int],
     adapt: Callable[[Setting], Setting],
+    searches: Searches,
 ) -> list[Row]:
     """Simulate every combination, with the config's own split, or with the best one for each number of GPUs.
 
@@ -89,6 +109,7 @@ def simulate_rows(
         combinations: of overrides.
         totals: numbers of GPUs; empty: the config's own split.
         adapt: of a setting, such as to a real run.
+        searches: of best splits, shared with `advise`.
 
     Raises:
         ConfigError: naming the combination that does not work.
@@ -99,9 +120,10 @@ def simulate_rows(
         label = " ".join(overrides)
         try:
             if not totals:
+                searches.say(f"playing {label or 'the config as it is'}")
                 rows.append(Row(label, setting, play(setting)))
             for num_gpus in totals:
-                split, outcome, _ = best_split(setting, num_gpus)
+                split, outcome, _ = searches.best(overrides, setting, num_gpus)
                 played = setting.with_split(split.train_gpus, split.num_replicas).with_even_shares()
                 rows.append(Row(label, played, outcome))
         except StandstillError as error:
@@ -109,7 +131,12 @@ def simulate_rows(
     return rows
 
 
-def advise(load: Callable[[Sequence[str]], LaminarConfig], num_gpus: int, adapt: Callable[[Setting], Setting]) -> Advice:
+def advise(
+    load: Callable[[Sequence[str]], LaminarConfig],
+    num_gpus: int,
+    adapt: Callable[[Setting], Setting],
+    searches: Searches | None = None,
+) -> Advice:
     """The split and the staleness bound for so many GPUs, with the reason.
 
     Besides the config's own bound those of `DEFAULT_BOUNDS` are tried that the config allows.
@@ -118,8 +145,8 @@ def advise(load: Callable[[Sequence[str]], LaminarConfig], num_gpus: int, adapt:
         ConfigError: if there is no split.
         StandstillError: if under none a step ends in time.
     """
-    config = load(())
-    split, outcome, played = best_split(adapt(setting_of(config)), num_gpus)
+    config, searches = load(()), searches or Searches()
+    split, outcome, played = searches.best((), adapt(setting_of(config)), num_gpus)
     outcomes: dict[int | None, Outcome | None] = {config.staleness.bound: outcome}
     limits: dict[int | None, int] = {}
     for bound in dict.fromkeys((config.staleness.bound, *DEFAULT_BOUNDS)):
@@ -130,6 +157,7 @@ def advise(load: Callable[[Sequence[str]], LaminarConfig], num_gpus: int, adapt:
         setting = adapt(setting_of(bounded)).with_split(split.train_gpus, split.num_replicas).with_even_shares()
         limits[bound] = setting.system.max_in_flight_groups
         if bound not in outcomes:
+            searches.say(f"playing {BOUND}={bound} with {split.num_replicas} replicas, {split.train_gpus} GPUs train")
             outcomes[bound] = _play_or_none(setting)
     throughput = {bound: found.tokens_per_second if found else 0.0 for bound, found in outcomes.items()}
     bound = best_bound(throughput)

@@ -10,7 +10,7 @@
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from laminar.errors import ConfigError
@@ -83,7 +83,3 @@ class System:
     def is_lockstep(self) -> bool:
         """Whether replicas play one batch together and wait for its last trajectory."""
         return self.kind in ("synchronous", "one_step", "stream")
-
-    def without_repack(self) -> "System":
-        """The same, never repacking."""
-        return replace(self, repack=None)

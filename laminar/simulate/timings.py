@@ -110,7 +110,7 @@ def load_lengths(name: str, scale: float = 1.0) -> Lengths:
 
 def _row(table: Mapping[str, Any], name: str, what: str) -> Mapping[str, float]:
     if name not in table:
-        raise ConfigError(f"{what} {name!r} is not known; choose one of {', '.join(table)}")
+        raise ConfigError(f"{what} is {name!r}, which is not known; choose one of {', '.join(table)}")
     return table[name]
 
 

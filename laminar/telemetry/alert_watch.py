@@ -8,12 +8,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from laminar.dashboard.alerts import Alert, Facts
+from laminar.dashboard.alerts import EARLIER_STEPS, RECENT_STEPS, Alert, Facts
 from laminar.telemetry.sinks.base import Line, scalars
 from laminar.telemetry.stream import Event
 
-EARLIER_STEPS = 50
-RECENT_STEPS = 20
 FORGET_SECONDS = 60.0
 
 

@@ -14,6 +14,7 @@ from laminar.telemetry.report import (
     mean_reward,
     reward_of,
     shown_accuracies,
+    shown_reward,
     staleness_histogram,
 )
 from laminar.telemetry.svg import Line, plot
@@ -128,7 +129,8 @@ def _facts(
         ("lives", str(run["lives"])),
         (
             "mean reward",
-            f"first step {mean_reward(steps[:1]):.3f}, last {LAST_STEPS} steps {mean_reward(steps[-LAST_STEPS:]):.3f}",
+            f"first step {shown_reward(mean_reward(steps[:1]))}, "
+            f"last {LAST_STEPS} steps {shown_reward(mean_reward(steps[-LAST_STEPS:]))}",
         ),
         ("trained", f"{tokens:,.0f} tokens, {tokens / seconds if seconds else 0:,.1f} tokens/s"),
     ]

@@ -25,15 +25,20 @@ def staleness_histogram(steps: Sequence[Mapping[str, Any]]) -> Counter[int]:
     return histogram
 
 
-def mean_reward(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Mean over steps of the reward of everything that was played, groups filtered as uninformative included."""
+def mean_reward(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean over steps of the reward of all that was played, filtered groups included; None if no step had one."""
     values = [value for step in steps if (value := reward_of(step)) is not None]
-    return sum(values) / len(values) if values else float("nan")
+    return sum(values) / len(values) if values else None
 
 
 def reward_of(step: Mapping[str, Any]) -> float | None:
     """Mean reward of the groups that became ready for a step; of the trained ones if there were none."""
     return step.get("reward/finished_mean", step.get("reward/mean"))
+
+
+def shown_reward(reward: float | None) -> str:
+    """A mean reward for people."""
+    return "-" if reward is None else f"{reward:.3f}"
 
 
 def summarize(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -102,8 +107,8 @@ def _add_training(table: Table, figures: Mapping[str, Any], rewards: Sequence[fl
     """What can be said once a step has ended."""
     table.add_row(
         "mean reward",
-        f"first {FIRST_STEPS} steps {figures['first_reward']:.3f} → last {LAST_STEPS} steps {figures['last_reward']:.3f}   "
-        + sparkline(rewards, 60),
+        f"first {FIRST_STEPS} steps {shown_reward(figures['first_reward'])} → "
+        f"last {LAST_STEPS} steps {shown_reward(figures['last_reward'])}   {sparkline(rewards, 60)}",
     )
     for number, accuracy in shown_accuracies(figures["accuracies"]):
         table.add_row("held-out accuracy", f"{accuracy:.3f} at version {number}")

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from laminar.errors import EnvironmentSetupError
+from laminar.errors import EnvironmentSetupError, first_line
 from relay.transports.base import Connection, Handler, LinkLostError, Place, Received, nowhere, unpack
 from relay.transports.zmq_tcp import ZmqTransport
 
@@ -177,7 +177,7 @@ class CollectiveConnection:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, step, *arguments)
         except RuntimeError as error:
-            raise LinkLostError(f"the edge's group broke ({str(error).splitlines()[0]})") from error
+            raise LinkLostError(f"the edge's group broke ({first_line(error)})") from error
 
 
 class _Group:

@@ -24,12 +24,11 @@ from laminar.types import FinishReason, Int32Array, SamplingParameters, WeightVe
 from rollout.engines.answers import AnswerStream, protocol_kept, read_answer, read_scores
 from rollout.engines.pinned_load import PinnedLoad
 from rollout.engines.weights_file import TensorForms, check_same_forms, read_forms
-from rollout.engines.wire import EngineLoad, PauseMode, RankReport
+from rollout.engines.wire import RUN_HEADER, EngineLoad, PauseMode, RankReport
 from rollout.generation import Generation, OnSegment
 
 REQUEST_ID_LENGTH = 32
 """All ids have one length: SGLang aborts by prefix, so a shorter id would take longer ones with it."""
-RUN_HEADER = "X-Laminar-Run"
 
 
 class BrokenAnswerError(EngineError):

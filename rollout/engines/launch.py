@@ -8,17 +8,21 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from laminar.config.rollout import EngineConfig
 from laminar.config.section import Section
 from laminar.errors import ConfigError
 from laminar.plugins import resolve, validate_options
+from laminar.simulate.timings import load_lengths, load_step_times
 from laminar.types import WeightVersion
 from rollout.engines.pinned_load import LOADER
 
 Flag = str | int | float | bool
 
+_DEFAULTS = EngineConfig()
 SGLANG_LAUNCH = Path(__file__).with_name("sglang_launch.py")
 SGLANG_CPU_FLAGS: dict[str, Flag] = {
     "device": "cpu",
@@ -57,9 +61,9 @@ class EngineLaunch:
     kind: str = "torch"
     python: str = ""
     dtype: str = ""
-    max_running: int = 64
-    max_cached_tokens: int = 65536
-    num_threads: int = 1
+    max_running: int = _DEFAULTS.max_running
+    max_cached_tokens: int = _DEFAULTS.max_cached_tokens
+    num_threads: int = _DEFAULTS.num_threads
     num_gpus: float = 0
     tensor_parallel_size: int = 1
     options: Mapping[str, Flag] = field(default_factory=dict)
@@ -170,6 +174,14 @@ class EmulatedOptions(Section):
     """Tokens that a stream's reader hears of at once."""
     prefill_tokens_per_second: float | None = Field(None, gt=0, alias="prefill-tokens-per-second")
     """Context computed, in real tokens."""
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Self:
+        if self.latency is not None:
+            load_step_times(self.latency)
+        if self.lengths is not None:
+            load_lengths(self.lengths)
+        return self
 
 
 TORCH = EngineKind(torch_command, checks_weights=True, reads_back=True, Options=TorchOptions)

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from laminar.errors import EngineError
+from laminar.errors import EngineError, reason
 from relay.manifest import CHUNK_BYTES, Manifest, checksum
 from relay.store import MANIFEST_NAME, WEIGHTS_NAME
 
@@ -118,7 +118,7 @@ def map_tensors(descriptor: int, path: Path) -> dict[str, torch.Tensor]:
         start = 8 + header_bytes
         return {name: view(storage, start, entry) for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"{path} is not a whole safetensors file ({error}); publish the version again") from error
+        raise EngineError(f"{path} is not a whole safetensors file ({reason(error)}); publish the version again") from error
 
 
 def view(storage: torch.UntypedStorage, start: int, entry: dict[str, object]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.errors import EngineError
+from laminar.errors import EngineError, reason
 from laminar.types import WeightVersion
 from rollout.engines.wire import RankReport
 
@@ -72,7 +72,7 @@ class PinnedLoad:
         try:
             return msgspec.json.decode(self._receipt(rank).read_bytes(), type=RankReport)
         except (OSError, msgspec.DecodeError) as error:
-            raise EngineError(f"rank {rank} of {self.num_ranks} did not say what it loaded ({error})") from error
+            raise EngineError(f"rank {rank} of {self.num_ranks} did not say what it loaded ({reason(error)})") from error
 
     def _receipt(self, rank: int) -> Path:
         return self.request.with_suffix(f".rank{rank}.json")

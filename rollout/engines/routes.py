@@ -18,12 +18,11 @@ from aiohttp import web
 
 from laminar.errors import ConfigError, EngineError
 from rollout.engines.door import EngineDoor
-from rollout.engines.wire import AbortWire, GenerateWire, PauseWire, UpdateWire
+from rollout.engines.wire import RUN_HEADER, AbortWire, GenerateWire, PauseWire, UpdateWire
 
 MAX_BODY_BYTES = 256 << 20
 CLOSE_SECONDS = 0.01
 """What an answer that is on its way gets at the end; 0 would mean for ever."""
-RUN_HEADER = "X-Laminar-Run"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Body = TypeVar("Body", bound=msgspec.Struct)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from laminar.errors import EngineError
+from laminar.errors import EngineError, reason
 
 WEIGHTS_NAME = "model.safetensors"
 
@@ -28,7 +28,7 @@ def read_forms(folder: Path) -> TensorForms:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 it is no mapping
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise EngineError(f"{path} is not a whole safetensors file ({error}); publish the version again") from error
+        raise EngineError(f"{path} is not a whole safetensors file ({reason(error)}); publish the version again") from error
 
 
 def check_same_forms(expected: TensorForms, found: TensorForms, where: str) -> None:

@@ -11,6 +11,9 @@ import msgspec
 
 from laminar.errors import ConfigError
 
+RUN_HEADER = "X-Laminar-Run"
+"""Names the run in every request: an engine obeys its own run only."""
+
 PauseMode = Literal["abort", "retract", "in_place"]
 
 

@@ -35,6 +35,20 @@ class Gymnasium:
         seed_field: str = "seed"
         """Data column with the episode's seed; without it every episode is drawn anew."""
 
+        @field_validator("id")
+        @classmethod
+        def _is_registered(cls, name: str) -> str:
+            try:
+                import gymnasium
+            except ImportError as error:
+                raise ValueError(f"{error}; `pip install laminar-rl[environments]`") from error
+            try:
+                if ":" not in name:  # else a module registers it, which only an episode imports
+                    gymnasium.spec(name)
+            except gymnasium.error.Error as error:
+                raise ValueError(str(error)) from error
+            return name
+
         @field_validator("actions")
         @classmethod
         def _unique(cls, actions: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 from pydantic import Field
 
+from laminar.config.addresses import HttpUrl
 from laminar.config.section import Section
 from laminar.types import FailureKind, Prompt
 from rollout.boundary import EpisodeError
@@ -40,7 +41,7 @@ class Remote:
     class Options(Section):
         """Settings of `remote`."""
 
-        url: str = Field(pattern=r"^https?://")
+        url: HttpUrl
         """Of the server, such as `http://games.internal:8100`."""
         token_variable: str = ""
         """Environment variable with the server's token; empty: none is sent."""

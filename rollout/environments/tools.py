@@ -13,7 +13,7 @@ from laminar.config.section import Plugin, Section
 from laminar.types import Message, Prompt
 from rollout.environments.base import Observation, StepResult
 from rollout.tools.calls import PARSERS, Call
-from rollout.tools.toolbox import Answer, Toolbox, load_entry
+from rollout.tools.toolbox import Answer, Toolbox, load_entry, name_of
 
 
 class Tools:
@@ -40,8 +40,12 @@ class Tools:
         @field_validator("tools")
         @classmethod
         def _loadable(cls, tools: list[str | Plugin]) -> list[str | Plugin]:
+            names: dict[str, int] = {}
             for index, entry in enumerate(tools):
-                load_entry(index, entry)
+                name = name_of(load_entry(index, entry)[0])
+                if name is not None and name in names:
+                    raise ValueError(f"tools {names[name]} and {index} are both called {name!r}; remove or rename one")
+                names |= {} if name is None else {name: index}
             return tools
 
     def __init__(self, options: Options) -> None:

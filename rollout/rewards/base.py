@@ -71,6 +71,15 @@ class GroupReward(Protocol):
         ...
 
 
+def missing_reference(prompt: Prompt, answer_field: str) -> str | None:
+    """Why the prompt has no right answer; None if it has one."""
+    try:
+        reference_answer(prompt, answer_field)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def reference_answer(prompt: Prompt, answer_field: str) -> str:
     """The prompt's right answer as text; a float in full, without an exponent.
 

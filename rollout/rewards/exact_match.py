@@ -2,7 +2,7 @@
 
 from laminar.config.section import Section
 from laminar.types import Prompt
-from rollout.rewards.base import RewardContext, reference_answer
+from rollout.rewards.base import RewardContext, missing_reference, reference_answer
 
 
 class ExactMatch:
@@ -26,11 +26,7 @@ class ExactMatch:
 
     def check_prompt(self, prompt: Prompt) -> str | None:
         """What keeps this prompt from being judged."""
-        try:
-            reference_answer(prompt, self._options.answer_field)
-        except ValueError as error:
-            return str(error)
-        return None
+        return missing_reference(prompt, self._options.answer_field)
 
     async def score(self, context: RewardContext) -> float:
         """1.0 or 0.0."""

@@ -16,10 +16,11 @@ import aiohttp
 import regex  # type: ignore[import-untyped]
 from pydantic import Field, field_validator
 
+from laminar.config.addresses import HttpUrl
 from laminar.config.section import Section
 from laminar.types import FailureKind, Prompt
 from rollout.boundary import EpisodeError
-from rollout.rewards.base import RewardContext, reference_answer
+from rollout.rewards.base import RewardContext, missing_reference, reference_answer
 
 _PLACES = {"question", "answer", "reference"}
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
@@ -49,7 +50,7 @@ class Judge:
     class Options(Section):
         """Settings of `judge`."""
 
-        url: str
+        url: HttpUrl
         """Base URL with the version, such as `http://judge:8000/v1`."""
         model: str
         """Name of the model there."""
@@ -109,11 +110,7 @@ class Judge:
         """What keeps this prompt from being judged."""
         if "{reference}" not in self._options.question:
             return None
-        try:
-            reference_answer(prompt, self._options.answer_field)
-        except ValueError as error:
-            return str(error)
-        return None
+        return missing_reference(prompt, self._options.answer_field)
 
     async def score(self, context: RewardContext) -> float:
         """Between 0.0 and 1.0."""

@@ -20,10 +20,10 @@ from typing import Any
 
 from laminar.types import FailureKind
 from rollout.boundary import EpisodeError
+from rollout.rewards.pool_process import HEAD_BYTES
 
 START_SECONDS = 120.0
 """Deadline for a process to import what it needs."""
-_HEAD = 8
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -118,7 +118,7 @@ class _Worker:
         assert self._process.stdin is not None
         deadline = time.monotonic() + seconds
         try:
-            self._process.stdin.write(len(body).to_bytes(_HEAD, "little") + body)
+            self._process.stdin.write(len(body).to_bytes(HEAD_BYTES, "little") + body)
         except OSError as error:
             raise _NoAnswerError("lost its process") from error
         return self._read(deadline)
@@ -131,7 +131,7 @@ class _Worker:
                 pipe.close()
 
     def _read(self, deadline: float) -> Any:
-        size = int.from_bytes(self._read_bytes(_HEAD, deadline), "little")
+        size = int.from_bytes(self._read_bytes(HEAD_BYTES, deadline), "little")
         return json.loads(self._read_bytes(size, deadline))
 
     def _read_bytes(self, count: int, deadline: float) -> bytes:

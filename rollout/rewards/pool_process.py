@@ -14,7 +14,8 @@ import sys
 import threading
 from typing import Any, BinaryIO
 
-_HEAD = 8
+HEAD_BYTES = 8
+"""What tells a frame's length, little end first."""
 _SPARE_SECONDS = 2
 
 
@@ -25,7 +26,7 @@ def serve(function_path: str, seconds: float, warm_up: list[Any] | None, calls: 
     if warm_up is not None:
         function(*warm_up)
     _write(answers, {"value": "ready"})
-    while head := calls.read(_HEAD):
+    while head := calls.read(HEAD_BYTES):
         arguments = json.loads(calls.read(int.from_bytes(head, "little")))
         _limit_cpu(seconds)
         try:
@@ -37,7 +38,7 @@ def serve(function_path: str, seconds: float, warm_up: list[Any] | None, calls: 
 
 def _write(answers: BinaryIO, outcome: object) -> None:
     body = json.dumps(outcome).encode()
-    answers.write(len(body).to_bytes(_HEAD, "little") + body)
+    answers.write(len(body).to_bytes(HEAD_BYTES, "little") + body)
     answers.flush()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from laminar.config.addresses import http_fault
 from laminar.config.section import Section
 from laminar.errors import ConfigError, DeadlineError
 from laminar.types import FailureKind
@@ -40,6 +41,8 @@ class Mcp:
         def _one_of_both(self) -> "Mcp.Options":
             if bool(self.command) == bool(self.url):
                 raise ValueError("give either `command` or `url`")
+            if self.url and (fault := http_fault(self.url)):
+                raise ValueError(f"url is {self.url!r}: {fault}")
             return self
 
     def __init__(self, options: Options) -> None:

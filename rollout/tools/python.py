@@ -12,6 +12,8 @@ from rollout.tools.base import Tool, tool_from_function
 class Python:
     """Gives one tool, `python(code)`; every call is a new process in a new folder."""
 
+    tool_name = "python"
+
     class Options(Section):
         """Settings of `python`."""
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from laminar.config.section import Section
 from laminar.errors import ConfigError
@@ -53,6 +53,8 @@ class Corpus:
 class Search:
     """Gives one tool, `search(query)`."""
 
+    tool_name = "search"
+
     class Options(Section):
         """Settings of `search`."""
 
@@ -60,6 +62,13 @@ class Search:
         """JSONL file with a column `text`, one passage a line; a relative path counts from the working folder."""
         num_results: int = Field(3, ge=1)
         """Passages in one answer."""
+
+        @field_validator("path")
+        @classmethod
+        def _is_file(cls, path: str) -> str:
+            if not Path(path).is_file():
+                raise ValueError("there is no file of that name; give a JSONL file, from the working folder")
+            return path
 
     def __init__(self, options: Options) -> None:
         self._options = options

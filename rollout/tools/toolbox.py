@@ -130,6 +130,12 @@ async def _caught(call: Callable[[], Awaitable[Any]]) -> Any:
         return _Refused(error)
 
 
+def name_of(attribute: Any) -> str | None:
+    """What a function, or a class with a `tool_name`, is called as a tool; None of a source that tells once it is open."""
+    name = getattr(attribute, "tool_name", None) if isinstance(attribute, type) else tool_from_function(attribute).name
+    return name if isinstance(name, str) else None
+
+
 def load_entry(index: int, entry: str | Plugin) -> tuple[Any, Section | None]:
     """The function or source class that the entry at `index` of the tools stands for, and its options.
 

@@ -42,6 +42,8 @@ async def desk(redis_client, run_id):
             raise RecursionError("too deep")
         if arguments.get("key") == "big":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if arguments.get("key") == "slow":
+            raise TimeoutError
         return "done it"
 
     telemetry = TelemetryWriter(redis_client, run_id, "supervisor")
@@ -75,6 +77,11 @@ async def test_a_request_that_nobody_thought_of_is_answered_and_does_not_end_the
 async def test_what_a_full_disk_prevents_is_answered(desk, redis_client, run_id):
     with pytest.raises(ConfigError, match=r"set failed: .*No space left on device; mend that, and ask again"):
         await ask(redis_client, run_id, Request.make(TOKEN, Verb.SET, {"key": "big"}, "test"))
+
+
+async def test_an_error_that_says_nothing_is_answered_with_its_kind(desk, redis_client, run_id):
+    with pytest.raises(ConfigError, match=r"set failed: TimeoutError; mend that, and ask again"):
+        await ask(redis_client, run_id, Request.make(TOKEN, Verb.SET, {"key": "slow"}, "test"))
 
 
 async def test_a_wrong_token_and_a_changed_argument_are_refused(desk, redis_client, run_id):
@@ -247,7 +254,13 @@ async def test_the_in_flight_limit_reaches_workers_and_the_config_of_later_ones(
         ({}, "staleness.max_staleness", "-1", "max_staleness"),
         ({}, "staleness.max_staleness", "0", "only between bounds of 1 or more"),
         ({"max_staleness": 0}, "staleness.max_staleness", "2", "only between bounds of 1 or more"),
-        ({}, "staleness.max_staleness", "unbounded", "only between bounds of 1 or more"),
+        (
+            {},
+            "staleness.max_staleness",
+            "unbounded",
+            "from 1 to unbounded in a living run: only between bounds of 1 or more",
+        ),
+        ({"max_staleness": "unbounded"}, "staleness.max_staleness", "2", "from unbounded to 2"),
         ({"policy": "mask"}, "staleness.max_staleness", "2", "not with staleness.policy"),
         ({}, "rollout.max_in_flight_groups", "many", "max_in_flight_groups"),
     ],

@@ -164,6 +164,7 @@ def test_two_ranks_train_as_one_at_every_zero_stage_and_resume(model_path, tmp_p
             assert_same_training(tensors, result[case], reference)
         assert result["scored"] == pytest.approx(train_with_everything(model_path, ranks), rel=1e-4, abs=1e-6)
         assert "trajectory 3-1 " in result["poisoned"]
+        assert result["spike"] == tell_a_spike(model_path, ranks)
         assert "could not write" in result["disk_full"]
 
 
@@ -191,6 +192,17 @@ def train_with_everything(model, ranks):
     }
 
 
+def tell_a_spike(model, ranks):
+    """What is said of the trajectory with the largest share in the loss, after enough calm updates."""
+    engine = TrainerEngine(make_config(model, max_grad_norm=1e-6), ranks)
+    engine.spikes.load_state({"gradient norm": [1e-6] * 16})
+    groups = make_groups(1)
+    by_id = {group[0].group_id: group for group in groups}
+    own = groups if ranks.is_first else None
+    (notice,) = train_step(engine, PolicyGradient(GrpoOptions()), own, 1, fetch=lambda ids: [by_id[i] for i in ids]).notices
+    return notice.partition("; ")[2]
+
+
 def rank_program(model, folder, port, rank):
     """What each of the two ranks does; see the test above."""
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
@@ -211,6 +223,7 @@ def rank_program(model, folder, port, rank):
     reports.append(train_step(resumed, PolicyGradient(GrpoOptions()), own, 2, fetch=lambda ids: [groups[i] for i in ids]))
     result["resumed"] = [report.metrics for report in reports]
     save_file(weights(resumed), folder / f"resumed-rank{rank}.safetensors")
+    result["spike"] = tell_a_spike(model, ranks)
     result["scored"] = train_with_everything(model, ranks)
     result["poisoned"] = train_step(resumed, PolicyGradient(GrpoOptions()), make_groups(poison=True), 3).skipped_reason
     result["disk_full"] = save_with_a_failing_rank(folder / "checkpoints", resumed, saved)

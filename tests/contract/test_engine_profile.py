@@ -229,12 +229,14 @@ async def test_stop_ids_of_the_request_and_of_the_model_end_an_answer(client):
 
 
 async def test_abort_returns_the_partial_answer(client):
-    rid = new_id()
-    seen = asyncio.Event()
-    task = asyncio.create_task(client.generate(PROMPT, never_ending(1500), rid, lambda *_: seen.set()))
-    await asyncio.wait_for(seen.wait(), 20)
-    await client.abort(rid)
-    answer = await task
+    for _ in range(20):  # a fast engine may be at the end before the abort comes
+        rid, seen = new_id(), asyncio.Event()
+        task = asyncio.create_task(client.generate(PROMPT, never_ending(1500), rid, lambda *_, seen=seen: seen.set()))
+        await asyncio.wait_for(seen.wait(), 20)
+        await client.abort(rid)
+        answer = await task
+        if answer.num_tokens < 1500:
+            break
     assert answer.finish_reason is FinishReason.ABORT
     assert 0 < answer.num_tokens < 1500
     again = await client.generate(PROMPT, never_ending(answer.num_tokens), new_id())

@@ -221,7 +221,7 @@ async def test_unreachable_server_is_one_sentence_without_the_password():
 
 
 async def test_malformed_url_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"experience\.redis_url 'http://somewhere' cannot be read"):
+    with pytest.raises(ConfigError, match=r"experience\.redis_url 'http://somewhere': write a URL"):
         await connect("http://somewhere")
 
 

@@ -132,6 +132,9 @@ def test_transformers_loads_an_exported_model_with_the_trained_parameters(ranks,
     from trainer.engine import TrainerEngine
 
     make_model(tmp_path / "model")
+    (tmp_path / "model" / "additional_chat_templates").mkdir()
+    (tmp_path / "model" / "additional_chat_templates" / "tools.jinja").write_text("with tools")
+    (tmp_path / "model" / "optimizer.pt").write_bytes(b"of an older training")
     config = LaminarConfig.model_validate(
         {
             "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16"},
@@ -150,4 +153,7 @@ def test_transformers_loads_an_exported_model_with_the_trained_parameters(ranks,
     assert loaded.dtype == torch.bfloat16
     for name, tensor in engine.state_tensors():
         assert torch.equal(parameters[name], tensor), name
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([2, 3]) == "01"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode([2, 3]) == "01"
+    assert tokenizer.chat_template["tools"] == "with tools"
+    assert not list(tmp_path.glob("run/**/optimizer.pt"))

@@ -240,6 +240,27 @@ async def test_a_reply_is_shown_without_its_stop_text_and_its_chain_goes_on_behi
     assert trajectory.num_sampled_tokens == len(STOPPED + "ok")
 
 
+async def test_of_two_replies_that_are_shown_alike_each_is_continued_in_its_own_chain(play):
+    def asked(text, *more):
+        return {"messages": [{"role": "user", "content": text}, *more], "max_tokens": 100}
+
+    async def agent(task):
+        stopping, more = {"stop": ["\nObservation:"]}, [{"role": "user", "content": "rain"}]
+        _, cut = await post(task, "/chat/completions", asked("1") | stopping)
+        _, whole = await post(task, "/chat/completions", asked("2"))
+        told = [body["choices"][0]["message"] for body in (cut, whole)]
+        assert [message["content"] for message in told] == ["Action: look", "Action: look"]
+        await post(task, "/chat/completions", asked("1", told[0], *more))
+        await post(task, "/chat/completions", asked("2", told[1], *more))
+        return 1.0
+
+    trajectory, _ = await play(agent, STOPPED + " sun", "Action: look", "ok", "well")
+    assert texts(trajectory) == [
+        f"user: 1\nassistant: {STOPPED}\nuser: rain\nassistant: ok",
+        "user: 2\nassistant: Action: look\nuser: rain\nassistant: well",
+    ]
+
+
 async def test_raw_text_is_shown_without_its_stop_text_and_goes_on_where_the_agent_writes_it(play):
     async def agent(task):
         wanted = {"prompt": "Q: ", "stop": "\nObservation:"}

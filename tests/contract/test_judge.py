@@ -161,10 +161,10 @@ async def test_a_judge_out_of_reach_is_a_failure_of_the_verifier(server):
 @pytest.mark.parametrize("question", ["{question}", "{answer} {name}", "no place"])
 def test_a_question_that_cannot_be_filled_is_refused(question):
     with pytest.raises(ValueError, match="must hold"):
-        Judge.Options(url="x", model="m", question=question)
+        Judge.Options(url="http://x", model="m", question=question)
 
 
 def test_a_prompt_without_the_reference_that_is_asked_for_is_refused_at_start():
-    reward = Judge(Judge.Options(url="x", model="m", question="{reference} {answer}"))
+    reward = Judge(Judge.Options(url="http://x", model="m", question="{reference} {answer}"))
     assert "answer" in reward.check_prompt(Prompt("p", "?"))
     assert reward.check_prompt(Prompt("p", "?", {"answer": "x"})) is None

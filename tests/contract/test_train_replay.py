@@ -19,7 +19,18 @@ from laminar.json_lines import read_lines
 from laminar.run_folder import RunFolder
 from laminar.telemetry.files import MetricsFile
 from laminar.trajectories import append_step
-from laminar.types import Chain, FinishReason, Purpose, SamplingParameters, Trajectory, WeightVersion, given, sampled
+from laminar.types import (
+    Chain,
+    Failure,
+    FailureKind,
+    FinishReason,
+    Purpose,
+    SamplingParameters,
+    Trajectory,
+    WeightVersion,
+    given,
+    sampled,
+)
 from rollout.scripted import CodePointTokenizer
 from rollout.trajectory_log import TrajectoryLog
 from trainer import checkpoint
@@ -219,8 +230,65 @@ def test_of_two_records_of_a_trajectory_the_last_attempt_counts(model, tmp_path)
 def test_steps_without_the_sizes_of_their_groups_are_refused_with_the_remedy(model, tmp_path):
     (tmp_path / "trajectories").mkdir()
     (tmp_path / "trajectories" / "steps.jsonl").write_text(json.dumps({"step": 1, "groups": ["a"]}) + "\n")
-    with pytest.raises(ConfigError, match=r"how many members a group had, .* replay it with that one"):
+    with pytest.raises(ConfigError, match=r"how many members a group had, .* replay the step with that one"):
         Recording(tmp_path, make_config(model, tmp_path))
+
+
+@pytest.fixture
+def pruned(recorded, tmp_path):
+    """The run's folder when no kept checkpoint needs a spooled step any more: its records are left."""
+    copy = tmp_path / "pruned"
+    shutil.copytree(recorded[0].path, copy)
+    for file in (copy / "checkpoints" / "replay").glob("step_*"):
+        file.unlink()
+    return copy
+
+
+def test_a_pruned_spool_leaves_the_records_and_says_so_and_what_of_them_was_trained(pruned, model, ranks, tmp_path):
+    """Of step 1 nothing is recorded, of step 2 one group; step 3 has a line of an older Laminar; 4 is whole."""
+    steps = pruned / "trajectories" / "steps.jsonl"
+    text = steps.read_text().replace('"10"', '"no"').replace('"11"', '"nor"').replace('"20"', '"neither"')
+    steps.write_text(text.replace('{"30": 3, "31": 3}', '["30", "31"]'))
+    again, losses, said = replay(Recording(pruned, make_config(model, tmp_path)), model, ranks, tmp_path)
+    assert losses.keys() == {2, 4}
+    assert said[0].startswith("the trajectory records, log-probs to four digits")
+    assert f"{pruned / 'checkpoints' / 'replay'} holds no step" in said[0]
+    assert said[1].startswith("step 1 left out: none of its 2 groups is there: not recorded")
+    assert said[2].startswith("step 2 without 1 groups (not recorded")
+    assert said[3].startswith("step 3 left out: none of its 2 groups is there: steps.jsonl does not say how many members")
+    told = "2 of 4 recorded steps trained, 1 of these without all groups, 2 left out, without a group to train; train/loss"
+    assert said[-1].startswith(told)
+    assert again.read_state().reason == said[-1]
+
+
+def test_records_without_a_whole_group_are_refused_with_the_reason(pruned, model, tmp_path):
+    for file in (pruned / "trajectories").glob("*.gz"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"no group of its 4 recorded steps that can be trained again: not recorded"):
+        Recording(pruned, make_config(model, tmp_path))
+
+
+def test_a_record_of_another_shape_costs_itself(pruned, model, tmp_path):
+    (file,) = (pruned / "trajectories").glob("*.jsonl.gz")
+    strange = [b"[]", b'"text"', b'{"failure": null}', b'{"trajectory_id": 1}', b'{"failure": null, "trajec']
+    file.write_bytes(gzip.compress(b"\n".join(strange) + b"\n") + file.read_bytes())
+    with (pruned / "trajectories" / "steps.jsonl").open("a") as steps:
+        steps.write('{"groups": {"10": 3}}\n{"step": 5}\n{"step": 6, "groups": 1}\n')
+    found = [(step.step, len(step.groups)) for step in Recording(pruned, make_config(model, tmp_path)).steps()]
+    assert found == [(step, 2) for step in range(1, STEPS + 1)]
+
+
+def test_a_group_that_was_trained_without_its_failed_member_is_whole(model, tmp_path):
+    """Sizes are those of what was trained; the failed attempt's record counts for nothing."""
+    (first, *others), folder = make_groups(1)[0], tmp_path / "trajectories"
+    log = TrajectoryLog(folder, "rollout-0", CodePointTokenizer(), rate=1.0, max_bytes=10**6)
+    for member in [replace(first, reward=None, failure=Failure(FailureKind.ENGINE, "gone")), *others]:
+        log.add(member)
+    log.write()
+    append_step(folder, 1, {"10": 2})
+    (step,) = Recording(folder, make_config(model, tmp_path)).steps()
+    assert [member.member for member in step.groups[0]] == [1, 2]
+    assert step.missing_groups == 0
 
 
 def test_the_settings_of_one_process_are_those_of_no_sequence_group(recorded, model, tmp_path, monkeypatch):
@@ -253,4 +321,5 @@ def test_a_folder_without_recorded_steps_is_refused(tmp_path, model):
     with pytest.raises(ConfigError, match="holds no recorded step"):
         Recording(tmp_path, make_config(model, tmp_path))
     (tmp_path / "trajectories" / "steps.jsonl").write_text(json.dumps({"step": 1, "groups": {"a": 3}}) + "\n")
-    assert len(Recording(tmp_path, make_config(model, tmp_path))) == 1
+    with pytest.raises(ConfigError, match="holds no group of its 1 recorded steps"):
+        Recording(tmp_path, make_config(model, tmp_path))

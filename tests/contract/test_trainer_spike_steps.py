@@ -44,8 +44,8 @@ def model(tmp_path_factory):
     return path
 
 
-def make_run(model, ranks, action, kind="aipo", stage=0, dtype="float32", **spikes):
-    settings = {"action": action, "min_updates": CALM, "factor": 30.0} | spikes
+def make_run(model, ranks, action, kind="aipo", stage=0, dtype="float32", options=None, **trainer):
+    settings = {"action": action, "min_updates": CALM, "factor": 30.0}
     config = LaminarConfig.model_validate(
         {
             "model": {"path": str(model), "dtype": dtype},
@@ -54,9 +54,10 @@ def make_run(model, ranks, action, kind="aipo", stage=0, dtype="float32", **spik
             "trainer": {
                 "learning_rate": 1e-3,
                 "max_grad_norm": 1e-3,
-                "algorithm": {"kind": kind, "options": {"clip_high": 1e6} if kind == "aipo" else {}},
+                "algorithm": {"kind": kind, "options": options or ({"clip_high": 1e6} if kind == "aipo" else {})},
                 "deepspeed": {"zero_stage": stage},
                 "spikes": settings,
+                **trainer,
             },
         }
     )
@@ -103,6 +104,24 @@ def test_a_spike_is_skipped_as_if_it_had_not_been_and_names_the_sample(stage, dt
     report = train_step(engine, algorithm, make_groups(8), 8)
     assert report.skipped_reason is None
     assert not same(state(engine), before)
+
+
+@pytest.mark.parametrize(("aggregation", "share"), [("token_mean", "82.4%"), ("sequence_mean", "70.1%")])
+@pytest.mark.parametrize("max_tokens", [7, 8192])
+def test_the_share_in_the_loss_is_that_of_all_chains_of_all_micro_batches(max_tokens, aggregation, share, model, ranks):
+    """Ratios far beyond the clips: a token costs 1.28 (advantage 1), 3 (-1) or 0; one answer has two chains of 4 tokens.
+
+    All tokens: 8 x 3 of 8 x 3 + 4 x 1.28; by means of sequences: 3 of 3 + 1.28.
+    """
+    options = {"dual_clip": 3.0, "clip_high": 0.28, "aggregation": aggregation}
+    engine, algorithm = make_run(model, ranks, "notice", kind="grpo", options=options, max_tokens_per_micro_batch=max_tokens)
+    engine.spikes.load_state({"loss": [1e9] * CALM, "KL": [1e-6] * CALM})
+    (group,) = make_groups(1)
+    chain = Chain((given([3, 4, 5]), sampled([9, 8, 7, 6], [-50.0] * 4, WeightVersion(0, 0))))
+    chains = [(chain,), (chain, chain), (chain,)]
+    group = tuple(dataclasses.replace(member, chains=own) for member, own in zip(group, chains, strict=True))
+    (notice,) = train_step(engine, algorithm, (group,), 1).notices
+    assert notice.endswith(f"trajectory 1-001 has the largest share in the loss, {share} (of absolute token losses)")
 
 
 @pytest.mark.slow
@@ -190,14 +209,29 @@ def test_an_undefined_value_loss_leaves_policy_and_critic_as_they_were_and_names
     assert same(state(engine), before)
 
 
-def test_a_policys_update_counts_when_only_the_critics_gradient_is_undefined(model, ranks):
-    """Its norm is known only when the policy's update has been made."""
-    engine, algorithm = make_run(model, ranks, "notice", kind="ppo")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_undefined_gradient_of_the_critic_leaves_policy_and_critic_as_they_were(stage, model, ranks):
+    """Its loss is finite."""
+    engine, algorithm = make_run(model, ranks, "notice", kind="ppo", stage=stage)
     backward = engine.critic.backward
     engine.critic.backward = lambda loss: backward(loss * float("nan"))
+    before = state(engine)
+    report = train_step(engine, algorithm, make_groups(1), 1)
+    assert report.skipped_reason == "the critic's gradient is not finite; 0 of 1 updates were applied"
+    assert report.trained_tokens == 0
+    assert same(state(engine), before)
+    engine.critic.backward = backward
+    assert train_step(engine, algorithm, make_groups(2), 2).skipped_reason is None
+
+
+def test_a_policys_update_counts_when_only_the_norm_of_the_critics_gradient_is_infinite(model, ranks):
+    """It is known only when the policy's update has been made; gradients near 1e28 are finite, their squares are not."""
+    engine, algorithm = make_run(model, ranks, "notice", kind="ppo")
+    backward = engine.critic.backward
+    engine.critic.backward = lambda loss: backward(loss * 1e28)
     before = dict(state(engine))
     report = train_step(engine, algorithm, make_groups(1), 1)
-    told = "the critic's gradient norm is nan, so only the policy had the last update; 1 of 1 updates were applied"
+    told = "the critic's gradient norm is inf, so only the policy had the last update; 1 of 1 updates were applied"
     assert report.skipped_reason == told
     assert report.trained_tokens == 12
     after = state(engine)

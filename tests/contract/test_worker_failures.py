@@ -433,6 +433,20 @@ async def test_the_last_replica_whose_weights_stay_wrong_ends_the_run_and_says_w
     assert "no other replica is left" in str(error)
 
 
+async def test_a_worker_whose_agents_cannot_be_closed_still_ends_its_engine_and_says_that_it_has_left(make_bench):
+    bench = await make_bench(prompts=1, prompts_per_step=1)
+
+    async def refuse():
+        raise RuntimeError("a server of the environment's does not end")
+
+    bench.player.close = refuse
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(20), bench.working(bench.client):
+            pass
+    assert [str(error) for error in caught.value.exceptions] == ["a server of the environment's does not end"]
+    assert bench.replica.is_down
+
+
 async def test_remax_plays_one_greedy_answer_more_a_group_and_the_batch_brings_it_along(make_bench):
     bench = await make_bench(
         prompts=2, prompts_per_step=2, max_epochs=1, kind="remax", rollout={"group_size": 2}, group_size=3

@@ -31,6 +31,8 @@ def test_a_live_run_is_scaled_up_and_down_and_goes_on(start):
     run.wait_until(lambda: "manager" in run.folder.read_state().roles, "the manager that comes with it", 90)
     assert "1 rollout workers" in scale("-1")
     run.wait_until(lambda: "scaled to 1 rollout workers" in run.text(), "its end", 90)
+    assert "rollout-1" not in run.folder.read_state().roles
+    assert run.folder.read_state().wanted_workers == 1
     step = run.lines()[-1]["step"]
     run.wait_for_step(step + 3, 60)
     run.process.send_signal(signal.SIGINT)

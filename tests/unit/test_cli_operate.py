@@ -112,6 +112,15 @@ def test_facts_are_told_in_words():
         == "trained 8, failed 3 (tool 2, engine 1), evicted 0"
     )
     assert (as_text([]), as_text(["one", "two"]), as_text({}), as_text(0.5)) == ("none", "one; two", "none", "0.5")
+    assert (as_text(None), as_text(2.0), as_text(0.0001)) == ("unknown", "2", "0.0001")
+
+
+def test_a_step_without_a_reward_has_none_in_the_status(folder):
+    MetricsFile(folder.metrics).append("step", 3, {"train/loss": 0.5, "time/step_seconds": 2.0})
+    told = run_command("status", folder.path).stdout
+    assert re.search(r"reward +unknown", told), told
+    facts = json.loads(run_command("status", folder.path, "--json").stdout)
+    assert (facts["step"], facts["reward"], facts["staleness_max"]) == (3, None, None)
 
 
 def test_kept_trajectories_are_listed_where_none_is_named(folder):
@@ -195,6 +204,14 @@ def test_too_few_open_files_and_a_missing_engine_are_found_with_remedies(monkeyp
     assert "correct rollout.engine.python" in bad["engine"]
     assert "start one there" in bad["redis"]
     assert "set relay.root" in bad["shared memory"]
+
+
+def test_shared_memory_is_needed_for_whole_pages_and_what_goes_with_each_slot(tmp_path):
+    header = b'{"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4000))
+    settings = config().model_copy(update={"model": config().model.model_copy(update={"path": str(tmp_path)})})
+    (found,) = (finding.text for finding in doctor.examine(settings) if finding.name == "shared memory")
+    assert "12.6 MB needed for 3 slots" in found  # 3 x (4096 + 4 MiB)
 
 
 @pytest.mark.parametrize("below", ["", "/runs"])

@@ -59,12 +59,20 @@ def run_command(*arguments):
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
 
 
+def test_what_is_played_is_said_once_on_the_error_stream_and_json_stays_json(file):
+    result = run_command(file, "--gpus", "3", "--json")
+    said = result.stderr.splitlines()
+    assert said[:2] == [f"playing 3 GPUs: {n} replicas, {3 - n} GPUs train" for n in (1, 2)]
+    assert len(said) == len(set(said)) == 6  # two splits, once for row and advice; bounds 0, 2, 4, 8 besides the config's 1
+    assert json.loads(result.stdout)
+
+
 @pytest.mark.slow
 def test_a_sweep_gives_a_row_a_value_and_advice_with_a_reason(file, tmp_path):
     report = tmp_path / "report.html"
     result = run_command(file, "--sweep", "staleness.max_staleness=0,1", "--json", "--html", report)
     assert result.exit_code == 0, result.output
-    answer = json.loads(result.output)
+    answer = json.loads(result.stdout)
     zero, one = answer["rows"]
     assert (zero["setting"], one["setting"]) == ("staleness.max_staleness=0", "staleness.max_staleness=1")
     assert zero["staleness"] == {"0": 1.0}
@@ -245,7 +253,7 @@ def test_a_run_gives_lengths_and_both_paces(tmp_path, config, file):
     assert outcome.latency_mean_seconds == pytest.approx(2.0, rel=0.05)
     assert setting.cluster.trainer.seconds(8 * 112, 0) == pytest.approx(3.0)
     result = run_command(file, "--from", folder.path, "--no-advice", "--json", "trainer.num_ranks=1")
-    [row] = json.loads(result.output)["rows"]
+    [row] = json.loads(result.stdout)["rows"]
     assert row["step_seconds"] == pytest.approx([6.0] * 5, rel=0.01)
 
 

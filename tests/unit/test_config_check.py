@@ -125,7 +125,7 @@ def test_the_defaults_are_right_without_a_word(folder):
         ('experience.sampler = "lifo"', "`experience.sampler` is 'lifo': did you mean fifo?"),
         (
             'experience.redis_url = "localhost:6379"',
-            '`experience.redis_url` is "localhost:6379": write "embedded", or a URL',
+            '`experience.redis_url` is "localhost:6379": write a URL that starts with redis://',
         ),
         ('environment.kind = "single_tern"', "`environment.kind` is 'single_tern': did you mean single_turn?"),
         ('trainer.algorithm.kind = "gpro"', "`trainer.algorithm.kind` is 'gpro': did you mean gspo or grpo?"),
@@ -293,6 +293,8 @@ def test_an_evaluation_that_is_off_demands_nothing(folder):
         ("torch", "port = 3", "`rollout.engine.options.port`: the options are max-prefill-tokens, batch-invariant"),
         ("emulated", "lifeline = false", "unknown key `rollout.engine.options.lifeline`"),
         ("emulated", "time-factor = 0", "`rollout.engine.options.time-factor` is 0"),
+        ("emulated", 'latency = "33B_TP4"', "latency is '33B_TP4', which is not known; choose one of"),
+        ("emulated", 'lengths = "33B_math"', "lengths is '33B_math', which is not known; choose one of"),
     ],
 )
 def test_our_engines_refuse_flags_that_they_do_not_take(folder, kind, options, sentence):
@@ -347,6 +349,107 @@ def test_secrets_are_starred_in_what_is_said_of_them(folder):
     assert '`alerts.webhook` is "***"' in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://h:notaport", "a port is a number from 1 to 65535"),
+        ("redis://h:65536", "a port is a number from 1 to 65535"),
+        ("redis://h:0", "nobody answers at port 0"),
+        ("redis://a host", "a blank"),
+        ("redis://h?nonsense=1", "nonsense"),
+        ("redis://h?socket_timeout=soon", "socket_timeout"),
+        ("rediss://h?ssl_cert_reqs=maybe", "maybe"),
+        ("unix://", "starts with redis://, rediss:// or unix://"),
+        ("tcp://h", "starts with redis://, rediss:// or unix://"),
+        ("embeded", "starts with redis://, rediss:// or unix://"),
+    ],
+)
+def test_an_address_of_the_data_module_that_cannot_be_used_is_refused(folder, url, words):
+    sentence = refusal(folder, f'experience.redis_url = "{url}"')
+    assert f'`experience.redis_url` is "{url}": ' in sentence
+    assert words in sentence
+
+
+@pytest.mark.parametrize("url", ["embedded", "redis://h", "redis://u:p@h:6380/2", "rediss://[::1]:1", "unix:///tmp/s?db=1"])
+def test_an_address_of_the_data_module_that_can_be_used_passes(folder, url):
+    assert warnings(folder, f'experience.redis_url = "{url}"') == []
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", "h:99999", "h:port", "ray://h", "ray://h:0", "a b:1"])
+def test_an_address_that_is_no_ray_cluster_is_refused(folder, address):
+    assert f'`cluster.ray_address` is "{address}": write' in refusal(folder, f'cluster.ray_address = "{address}"')
+
+
+@pytest.mark.parametrize("address", ["local", "auto", "10.0.0.1:6379", "ray://head:10001"])
+def test_an_address_of_a_ray_cluster_passes(folder, address):
+    assert warnings(folder, f'cluster.ray_address = "{address}"') == []
+
+
+def test_a_webhook_that_nobody_answers_at_is_refused_without_being_shown(folder):
+    sentence = refusal(folder, 'alerts.webhook = "https://hooks.example:port/secret"')
+    assert "`alerts.webhook`: its host and port cannot be read" in sentence
+    assert "secret" not in sentence
+
+
+@pytest.mark.parametrize("setting", ["run.directory", "relay.root"])
+def test_a_file_where_a_folder_belongs_is_refused(folder, setting):
+    file = folder / "rows.jsonl"
+    assert f'`{setting}` is "{file}": that is a file; give a folder' in refusal(folder, f'{setting} = "{file}"')
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ('"calculate", "search2:calculate"', "tools 0 and 1 are both called 'calculate'"),
+        ('"calculate", "calculate"', "tools 0 and 1 are both called 'calculate'"),
+        ('"python", "calculate", { kind = "python" }', "tools 0 and 2 are both called 'python'"),
+        ('{ kind = "search", options = { path = "none.jsonl" } }', "there is no file of that name"),
+        ('{ kind = "search", options = { path = "/" } }', "there is no file of that name"),
+        ('{ kind = "mcp", options = { url = "http://h:port" } }', "a port is a number from 1 to 65535"),
+    ],
+)
+def test_tools_that_no_episode_could_open_are_refused(folder, tools, words):
+    (folder / "search2.py").write_text('def calculate(x: int) -> int:\n    """Twice."""\n    return 2 * x\n')
+    text = refusal(folder, f'environment = {{ kind = "tools", options = {{ tools = [{tools}] }} }}')
+    assert words in text
+
+
+def test_a_game_that_its_package_does_not_know_is_refused(folder):
+    options = '{ id = "FrozenLake-v99", actions = ["left", "down", "right", "up"] }'
+    text = refusal(folder, f'environment = {{ kind = "gymnasium", options = {options} }}', "")
+    assert "`environment.options.id` is 'FrozenLake-v99'" in text
+
+
+def test_two_servers_of_tools_are_no_fault_before_they_are_asked(folder):
+    tools = '{ kind = "mcp", options = { url = "http://a" } }, { kind = "mcp", options = { url = "http://b" } }'
+    assert warnings(folder, f'environment = {{ kind = "tools", options = {{ tools = [{tools}] }} }}') == []
+
+
+@pytest.mark.parametrize("url", ["judge:8000/v1", "ftp://judge", "http://", "http://judge:eight"])
+def test_a_judge_at_an_address_of_no_web_service_is_refused(folder, url):
+    reward = f'[[rewards]]\nkind = "judge"\noptions = {{ url = "{url}", model = "m" }}'
+    assert f"`rewards[0].options.url` is '{url}'" in refusal(folder, "", reward)
+
+
+def test_a_term_that_siblings_are_compared_by_must_be_a_reward(folder):
+    reward = REWARD + '[[rewards]]\nkind = "relative_length"\noptions.right_term = "solved"'
+    assert (
+        '`rewards[1].options.right_term` is "solved", but the terms are exact_match, relative_length: name one'
+        in refusal(folder, "", reward)
+    )
+
+
+def test_variables_and_programs_that_are_not_here_are_noted(folder, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    judge = '[[rewards]]\nkind = "judge"\noptions = { url = "http://j", model = "m", api_key_variable = "JUDGE_KEY" }'
+    agent = 'environment = { kind = "agent", options = { command = ["no-such-agent", "-x"] } }'
+    notes = warnings(folder, agent, judge)
+    assert any("`rewards[0].options.api_key_variable` is 'JUDGE_KEY', not set here" in note for note in notes)
+    assert any("`environment.options.command` begins with 'no-such-agent', not here" in note for note in notes)
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    assert not any("JUDGE_KEY" in note for note in warnings(folder, agent, judge))
+
+
 def test_all_faults_are_told_at_once(folder):
     text = refusal(folder, "rollout.group_size = 1\nrollout.sampling.top_p = 0.5\nrollout.sampling.top_k = 3")
     assert text.startswith("3 settings cannot work:")
@@ -370,6 +473,10 @@ def test_all_faults_are_told_at_once(folder):
         ("run.no_progress_seconds = 600", "the run may stop while the trainer still waits"),
         ("trainer.num_ranks = 9\nrollout.group_size = 2\ntrainer.prompts_per_step = 4", "leaves 1 of them idle"),
         ("environment.wall_seconds = 10", "`rewards[0].timeout_seconds` is 30: the episode ends after"),
+        (
+            'environment.wall_seconds = 35\nrewards = [{kind = "code_tests"}]',
+            "`rewards[0].options.limits.wall_seconds` is 10: one program and `timeout_seconds` = 30 are longer than",
+        ),
         (
             'rewards = [{kind = "math_verify", timeout_seconds = 5}]',
             "`rewards[0].options.max_seconds` is 5, not below `rewards[0].timeout_seconds` = 5",

@@ -141,7 +141,8 @@ def test_weights_in_shared_memory_follow_from_the_model_files(load, tmp_path):
     assert read_model_size(tmp_path / "policy") == ModelSize(1_000_000, 2_000_000)
     text = explain(load('model.dtype = "float32"\nrollout.num_workers = 2', "policy"))  # 1 kept + 1 written + 2 that map
     assert line_of(text, "bytes a version").startswith("bytes a version 4.0 MB")
-    assert line_of(text, "shared memory").startswith("shared memory 16.0 MB")
+    # 977 pages of 4096 bytes, and 4 MiB for the manifest, four times
+    assert line_of(text, "shared memory").startswith("shared memory 32.8 MB")
 
 
 @pytest.mark.parametrize("content", [b"", b"short", struct.pack("<Q", 2**63), struct.pack("<Q", 4) + b"oops"])

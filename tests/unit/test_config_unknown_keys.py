@@ -6,10 +6,8 @@ import pytest
 
 from laminar.config.hints import unknown_keys
 from laminar.config.load import load_config
-from laminar.config.peers import PEER_NAMES, PEER_NOTES
 from laminar.config.schema import all_paths, format_path
 from laminar.errors import ConfigError
-from laminar.plugins import load_attribute
 
 REQUIRED = 'model.path = "a"\ndata.path = "b"\n'
 
@@ -53,11 +51,6 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
         ("[trainer]\ndual_clip = 3.0", "it belongs at `trainer.algorithm.options.dual_clip`"),
         ("[trainer]\nkl_estimator = 'k3'", "it belongs at `trainer.algorithm.options.kl_estimator`"),
         ("[trainer]\nc_clip = 3.0", "here it is `trainer.algorithm.options.dual_clip`"),
-        ("[actor]\nreward_norm = true", "here it is `trainer.algorithm.options.std`"),
-        ("[actor]\nkl_estimator_type = 'k3'", "here it is `trainer.algorithm.options.kl_estimator`"),
-        ("[loss]\ntruncated_importance_sampling_type = 'tis'", "here it is `trainer.correction.weight`"),
-        ("[loss]\ntrain_infer_is_weight = true", "here it is `trainer.correction.weight`"),
-        ("[algo]\nfinal_kl_coef = 0.0", "`trainer.algorithm.options.kl_coef` stays as it is"),
         ("[trainer]\nmax_epochs = 2", "passes over a step's batch are `trainer.epochs`"),
         ("[zebra]\nplumage = 3", "unknown section `zebra`: the keys here are run, model, data,"),
     ],
@@ -85,23 +78,6 @@ def test_all_faults_are_reported_at_once_and_no_library_speaks(tmp_path):
     assert "`rollout.num_workers` is 0: it must be a whole number of at least 1" in text
     assert '`trainer.mini_batches` is "2": it must be a whole number of at least 1, without the quotes' in text
     assert "pydantic" not in text
-
-
-def test_every_hint_for_a_peers_name_leads_to_a_setting_that_exists():
-    known = {format_path(path) for path, _ in all_paths()}
-    known |= {
-        f"trainer.algorithm.options.{name}"
-        for options in ("trainer.algorithms.options:PolicyGradientOptions", "trainer.algorithms.presets:SafeRlhfOptions")
-        for name in load_attribute(options).model_fields
-    }
-    assert set(PEER_NAMES.values()) <= known
-
-
-def test_no_peers_name_is_a_name_of_ours():
-    ours = {path[-1] for path, _ in all_paths()}
-    assert not ours & PEER_NAMES.keys()
-    assert ours & PEER_NOTES.keys() == {"max_epochs"}, "a note of a name that is also ours says which is which"
-    assert not PEER_NAMES.keys() & PEER_NOTES.keys()
 
 
 def test_every_setting_is_described_in_its_model():

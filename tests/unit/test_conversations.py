@@ -96,6 +96,30 @@ async def test_the_same_question_asked_again_is_answered_with_other_noise():
     assert texts(calls) == ["user: 1\nassistant: [A]", "user: 1\nassistant: [B]"]
 
 
+async def test_of_two_replies_of_the_same_text_the_one_that_was_told_last_is_continued_first():
+    calls, _ = conversations("A", "A", "B", "C")
+    await calls.chat([user("1")])
+    await calls.chat([user("1")])
+    await calls.chat([user("1"), said("A"), user("2")])
+    await calls.chat([user("1"), said("A"), user("3")])
+    assert texts(calls) == [
+        "user: 1\nassistant: [A]\nuser: 3\nassistant: [C]",
+        "user: 1\nassistant: [A]\nuser: 2\nassistant: [B]",
+    ]
+
+
+async def test_a_message_that_may_stand_for_several_is_read_as_a_line_has_it_and_else_as_it_stands():
+    calls, _ = conversations("A!", "B", "C")
+    await calls.chat([user("1")])
+    history, alike = [user("1"), said("A"), user("2")], {1: [said("A!"), said("A?")]}
+    await calls.chat(history, alike=alike)
+    await calls.chat([*history[:-1], user("3")], alike=alike)
+    assert texts(calls) == [
+        "user: 1\nassistant: [A!]\nuser: 2\nassistant: [B]",
+        "user: 1\nassistant: A\nuser: 3\nassistant: [C]",
+    ]
+
+
 async def test_raw_text_is_continued_by_its_own_end():
     calls, engine = conversations("b", "d", "z")
     await calls.complete("a")

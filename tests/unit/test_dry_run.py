@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from laminar.cli.main import app
 from laminar.cluster.roles import RoleSpec
 from laminar.config.root import LaminarConfig
-from laminar.config.sizes import ModelSize
+from laminar.config.sizes import ModelSize, slot_bytes
 from laminar.dry_run.architecture import Architecture, read_architecture
 from laminar.dry_run.machines import Machine, described_machine
 from laminar.dry_run.memory import activation_bytes, cache_capacity_tokens, logits_bytes, trained_bytes
@@ -132,7 +132,7 @@ def test_a_run_on_gpus_is_added_up_by_device_host_and_shared_memory():
     }
     engine = {part.what: part.num_bytes for part in plan.parts[Place(0, "device", 2)]}
     assert engine == {"weights": 2 * P, "key-value cache": 655_360 * 57_344, "driver context": 600_000_000}
-    assert plan.needed(Place(0, "shared")) == 2 * 2 * P  # one kept version, one being written
+    assert plan.needed(Place(0, "shared")) == 2 * slot_bytes(2 * P)  # one kept version, one being written
     assert plan.cache_tokens == (655_360, (95 * GB - 2 * P - 600_000_000) // 57_344)
     assert plan.faults() == []
     assert "512 trajectories of the longest kind (1280 tokens)" in describe(plan, settings)
@@ -163,7 +163,7 @@ def test_a_run_on_a_cpu_takes_everything_from_the_host_and_maps_weights_once():
     assert mine["trainer-0", "activations"] == 2 * 4 * 1030 * 4352  # 4 rows of 1024 + 6 tokens are less than a micro-batch
     assert ("rollout-0", "weights") not in mine
     assert mine["rollout-0", "key-value cache"] == 65_536 * 2 * 2 * 2 * 16 * 4
-    assert mine["relay-0", "3 slots for weights"] == 3 * 4 * P  # one is mapped by the engine
+    assert mine["relay-0", "3 slots for weights"] == 3 * slot_bytes(4 * P)  # one is mapped by the engine
 
 
 def test_a_critic_and_a_reference_are_counted_where_they_stay():

@@ -6,7 +6,7 @@ import pytest
 
 from laminar.errors import ConfigError, RelayError
 from relay.manifest import checksum
-from relay.model_files import describe_files, stage_model_files, unpack_files
+from relay.model_files import copy_model_files, describe_files, stage_model_files, unpack_files
 
 
 @pytest.fixture
@@ -43,6 +43,50 @@ def test_config_and_tokenizer_are_staged_and_no_weights(model, staged):
         "config.json": "{}",
         "tokenizer.json": "a" * 10_000,
     }
+
+
+STRAYS = (
+    "optimizer.pt", "rng_state.pth", "scheduler.bin", "trainer_state.json", "training_args.bin", "adapter_config.json",
+    "model.gguf", "model.onnx", "tf_model.h5", "flax_model.msgpack", "model-00001-of-00002.safetensors",
+    "pytorch_model.bin.index.json", "train.log", "train.json", "notes.txt", ".hidden.model", "README.md", "setup.py",
+)  # fmt: skip
+NEEDED = (
+    "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken", "tekken.json",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
+
+def test_what_a_model_is_loaded_with_goes_along_and_nothing_else_of_its_folder(model, tmp_path):
+    for name in (*STRAYS, *NEEDED):
+        (model / name).write_text("{}")
+    for folder in ("checkpoint-500", "additional_chat_templates"):
+        (model / folder).mkdir()
+        (model / folder / "tools.jinja").write_text("x")
+        (model / folder / "optimizer.pt").write_text("x")
+    (model / "logs").symlink_to(tmp_path)
+    (model / "dataset.json").symlink_to(model / "config.json")
+    copy_model_files(model, tmp_path / "copy")
+    copied = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*") if path.is_file()}
+    assert copied == {"config.json", "tokenizer.json", "additional_chat_templates/tools.jinja", *NEEDED}
+
+
+def test_files_that_are_links_as_in_a_hubs_cache_are_copied_whole(model, tmp_path):
+    (model / "tokenizer.json").rename(tmp_path / "blob")
+    (model / "tokenizer.json").symlink_to(tmp_path / "blob")
+    copy_model_files(model, tmp_path / "copy")
+    assert not (tmp_path / "copy" / "tokenizer.json").is_symlink()
+    assert (tmp_path / "copy" / "tokenizer.json").read_text() == "a" * 10_000
+
+
+@pytest.mark.parametrize("config", ["config.json", "tokenizer_config.json"])
+def test_a_models_own_code_goes_along_if_a_config_names_it(config, model, staged):
+    (model / "modeling_mine.py").write_text("")
+    stage_model_files(model, staged)
+    assert not (staged / "modeling_mine.py").exists()
+    (model / config).write_text('{"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}')
+    stage_model_files(model, staged)
+    assert (staged / "modeling_mine.py").exists()
 
 
 def test_a_folder_without_config_is_refused_and_replaces_nothing(model, staged):

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from laminar.config.sizes import BESIDE_SLOT_BYTES, slot_bytes
 from laminar.errors import EnvironmentSetupError
 from laminar.types import WeightVersion
-from relay.slots import BESIDE_BYTES, check_space, open_slots, required_bytes, slot_bytes
+from relay.slots import check_space, open_slots, required_bytes
 from relay.store import kept_versions
 
 
@@ -15,12 +16,12 @@ def versions(*texts: str) -> list[WeightVersion]:
 
 
 def test_required_bytes_counts_kept_one_being_written_and_one_a_mapping_reader():
-    assert required_bytes(8192, keep_versions=1, mapping_readers=0) == 2 * (8192 + BESIDE_BYTES)
-    assert required_bytes(8192, keep_versions=2, mapping_readers=3) == 6 * (8192 + BESIDE_BYTES)
+    assert required_bytes(8192, keep_versions=1, mapping_readers=0) == 2 * (8192 + BESIDE_SLOT_BYTES)
+    assert required_bytes(8192, keep_versions=2, mapping_readers=3) == 6 * (8192 + BESIDE_SLOT_BYTES)
 
 
 def test_a_slot_takes_whole_pages():
-    assert [slot_bytes(length) - BESIDE_BYTES for length in (1, PAGESIZE, PAGESIZE + 1)] == [
+    assert [slot_bytes(length) - BESIDE_SLOT_BYTES for length in (1, PAGESIZE, PAGESIZE + 1)] == [
         PAGESIZE,
         PAGESIZE,
         2 * PAGESIZE,

@@ -2,13 +2,18 @@
 
 import itertools
 import random
+import re
+import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.errors import ConfigError, InvariantError
+from laminar.plugins import resolve
 from laminar.policies.samplers import SAMPLERS, Sampler, fifo, freshest_first, oldest_first
 from laminar.policies.staleness import (
     UNLIMITED,
@@ -233,6 +238,17 @@ def test_a_sampler_that_loses_or_repeats_groups_is_refused() -> None:
         plan(headers, order=lambda ready, _: ready[:1])
     with pytest.raises(ConfigError, match="exactly once"):
         plan(headers, order=lambda ready, _: [ready[0], ready[0]])
+
+
+def test_the_readmes_sampler_works_as_a_user_would_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).resolve().parents[2] / "laminar" / "policies" / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (table,) = map(tomllib.loads, re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    (tmp_path / "my_samplers.py").write_text(code, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    order = resolve(table["experience"]["sampler"], SAMPLERS, "experience.sampler")
+    headers = [replace(group(n, 10, bound=None), num_bytes=size) for n, size in enumerate([5, 7, 5, 9])]
+    assert plan(headers, prompts_per_step=3, max_staleness=None, order=order).chosen == ids(3, 1, 0)
 
 
 def test_samplers_order_by_admission_age_and_freshness() -> None:

@@ -35,7 +35,7 @@ def stopping(tmp_path):
     ],
 )
 def test_the_first_order_lets_what_has_begun_end(stopping, phase, step, said):
-    told, cuts = stopping(phase, step=step)
+    told, cuts = stopping(phase, step=step, has_begun=phase is Phase.TRAINING)  # then the trainer has ended, in order
     assert told.tell() == said
     assert (told.is_told.is_set(), told.reason, cuts) == (True, "", [])
 

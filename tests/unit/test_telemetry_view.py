@@ -277,6 +277,9 @@ def test_a_report_without_any_step_says_so_and_tells_of_no_reward_or_throughput(
     assert report_lines(facts, []) == [
         "run failed: x", "steps none ended in 1 s (start and stop included)", "restarts trainer: 1", "run folder f"
     ]  # fmt: skip
+    assert summarize(facts, [])["first_reward"] is None
+    page = html_report({"id": "r", "status": "failed", "reason": "", "lives": 1}, [], "", bound=2, written_at=0.0)
+    assert "first step -, last 5 steps -" in page
 
 
 def report_lines(facts, lines):

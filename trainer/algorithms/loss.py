@@ -156,21 +156,25 @@ def value_loss(
 
 
 def loss_numerator(losses_BT: Tensor, mask_BT: Tensor, aggregation: Aggregation, sequence_tokens_B: Tensor) -> Tensor:
-    """These rows' part of the mini-batch loss, before division by `loss_denominator`.
+    """These rows' part of the mini-batch loss, before division by `loss_denominator`; arguments as those of `row_losses`.
+
+    Returns:
+        A scalar; exactly 0, with zero gradient, if nothing is trained.
+    """
+    return row_losses(losses_BT, mask_BT, aggregation, sequence_tokens_B).sum()
+
+
+def row_losses(losses_BT: Tensor, mask_BT: Tensor, aggregation: Aggregation, sequence_tokens_B: Tensor) -> Tensor:
+    """Each row's part of the mini-batch loss, (B,), before division by `loss_denominator`.
 
     Args:
         losses_BT: token losses.
         mask_BT: bool, true where a token is trained.
         aggregation: see `PolicyGradientOptions.aggregation`.
         sequence_tokens_B: trained tokens of the row's whole sequence; read by `sequence_mean` only.
-
-    Returns:
-        A scalar; exactly 0, with zero gradient, if nothing is trained.
     """
     sums_B = select(losses_BT, mask_BT).sum(dim=1)
-    if aggregation == "sequence_mean":
-        sums_B = sums_B / sequence_tokens_B.clamp(min=1)
-    return sums_B.sum()
+    return sums_B / sequence_tokens_B.clamp(min=1) if aggregation == "sequence_mean" else sums_B
 
 
 def loss_denominator(
@@ -194,11 +198,6 @@ def loss_denominator(
     if fixed_tokens is None:
         raise InvariantError("aggregation fixed_denominator without fixed_tokens")
     return max(num_sequences, 1) * fixed_tokens
-
-
-def exclude_rows(mask_BT: Tensor, excluded_B: Tensor) -> Tensor:
-    """The mask without the given rows (truncated ones, for instance)."""
-    return mask_BT & ~excluded_B[:, None]
 
 
 def non_finite_row(values_BT: Tensor, mask_BT: Tensor) -> int | None:

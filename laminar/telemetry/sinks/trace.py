@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from laminar.telemetry.sinks.base import Line
-from laminar.telemetry.sinks.trace_file import MAX_BYTES, TraceEvent, TraceFile
+from laminar.telemetry.sinks.trace_file import TraceEvent, TraceFile
 from laminar.telemetry.stream import Event
+from laminar.telemetry.timeline import MAX_BYTES
 
 logger = logging.getLogger("laminar.observer")
 

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from laminar.telemetry.timeline import old_file
+from laminar.telemetry.timeline import MAX_BYTES, old_file
 
-MAX_BYTES = 32 * 1024**2
 BEGIN, BETWEEN, END = b"[\n", b",\n", b"\n]\n"
 
 TraceEvent = dict[str, Any]
