@@ -25,6 +25,7 @@ from laminar.telemetry.clock import StateClock
 from laminar.telemetry.stream import TelemetryWriter
 from laminar.types import GroupState, WeightVersion
 from trainer.authority import Authority
+from trainer.mismatch import MismatchAlarm
 from trainer.prefetch import Group
 from trainer.publishing import Published, WeightPublisher
 from trainer.sampling import Batch, BatchSource
@@ -32,7 +33,7 @@ from trainer.session import Session
 from trainer.spool_file import SpooledGroup, SpooledStep
 from trainer.step import StepReport
 from trainer.step_log import StepLog
-from trainer.stopping import stop_reason
+from trainer.stopping import stop_reason, what_is_left
 
 logger = logging.getLogger("laminar.trainer.loop")
 
@@ -67,6 +68,7 @@ class TrainingLoop:
         self._stopping = False
         self._last_end: float | None = None
         self._spool_seconds = self._checkpoint_seconds = 0.0
+        self._mismatch_alarm = MismatchAlarm(config.trainer.mismatch_alarm)
 
     def stop(self) -> None:
         """Finish the step, save, return."""
@@ -150,7 +152,8 @@ class TrainingLoop:
         metrics = self._metrics(batch, report, published, step, seconds)
         digest = batch_digest(batch.groups)
         sizes = dict(zip(batch.group_ids, map(len, batch.groups), strict=True))
-        fields = {"train_started": started, "train_ended": time.time(), "batch": digest, "groups": sizes}
+        left = what_is_left(self._config.run, self.progress, batch.groups_left)
+        fields = {"train_started": started, "train_ended": time.time(), "batch": digest, "groups": sizes, "left": left}
         await self._steps.add(metrics, fields)
 
     async def _commit(self, batch: Batch, frontier: Frontier, report: StepReport) -> float:
@@ -192,13 +195,9 @@ class TrainingLoop:
             )
 
     async def _say_mismatch(self, report: StepReport) -> None:
-        """Warn if the engine's log-probs of fresh tokens are not the trainer's: staleness does not explain that."""
-        kl, limit = report.metrics.get("mismatch/kl_staleness_0", 0.0), self._config.trainer.mismatch_alarm
-        if kl > limit:
-            text = (
-                f"step {report.step}: KL {kl:.3g} between engine and trainer on tokens of the newest weights, above "
-                f"trainer.mismatch_alarm = {limit:g}: compare temperature, number type and weights of the two"
-            )
+        """Warn of what the mismatch alarm finds."""
+        if said := self._mismatch_alarm.judge(report.metrics):
+            text = f"step {report.step}: {said}"
             logger.warning("%s", text)
             await self._telemetry.emit("notice", fields={"text": text})
 

@@ -5,6 +5,7 @@ engine at a trained token and w = exp(d). Quantiles come from a histogram of d (
 of all ranks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,9 @@ LARGEST_LOG_RATIO = 8.0
 NUM_BINS = 4097
 """Bins between the smallest and the largest log-ratio; an odd number, so that 0 is the middle of one."""
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+
+UNJUDGED_STEPS = 20
+"""So many steps in a row without a fresh token, and the alarm says that it cannot judge."""
 
 _SUMS = ("weight", "applied", "applied_squared")
 
@@ -88,6 +92,44 @@ class Mismatch:
             "mismatch/masked_ratio": float(masked.sum() / count),
             **{f"mismatch/ratio_{name}": _quantile(histogram, share) for name, share in QUANTILES.items()},
         }
+
+
+@dataclass(slots=True)
+class MismatchAlarm:
+    """Warns if the engine's log-probs of fresh tokens are not the trainer's: staleness does not explain that.
+
+    Attributes:
+        limit: `trainer.mismatch_alarm`, in nats a token.
+        unjudged_steps: in a row up to now, that trained no fresh token.
+        has_said_so: that it cannot judge, which is said once.
+    """
+
+    limit: float
+    unjudged_steps: int = 0
+    has_said_so: bool = False
+
+    def judge(self, metrics: Mapping[str, float]) -> str | None:
+        """What to say of a step, if anything. One that compared nothing, for it was skipped, is passed over."""
+        kl = metrics.get("mismatch/kl_staleness_0")
+        if kl is None:
+            return self._count_unjudged() if "mismatch/kl" in metrics else None
+        self.unjudged_steps = 0
+        if kl <= self.limit:
+            return None
+        return (
+            f"KL {kl:.3g} between engine and trainer on tokens of the newest weights, above "
+            f"trainer.mismatch_alarm = {self.limit:g}: compare temperature, number type and weights of the two"
+        )
+
+    def _count_unjudged(self) -> str | None:
+        self.unjudged_steps += 1
+        if self.unjudged_steps < UNJUDGED_STEPS or self.has_said_so:
+            return None
+        self.has_said_so = True
+        return (
+            f"the last {UNJUDGED_STEPS} steps trained no token of the newest weights: trainer.mismatch_alarm has nothing to "
+            "judge (said once); compare mismatch/kl_staleness_*, which grow with age, with those of a run that is well"
+        )
 
 
 def _quantile(histogram: Float64Array, share: float) -> float:

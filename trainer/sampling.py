@@ -87,6 +87,13 @@ class Batch:
         return sum(trajectory.purpose is Purpose.TRAIN for group in self.groups for trajectory in group)
 
     @property
+    def groups_left(self) -> int | None:
+        """Of the data, once these are trained, as far as none of them is played again; None if the data has no end."""
+        if self.snapshot.prompts_left is None:
+            return None
+        return self.snapshot.prompts_left + len(self.snapshot.headers) - len(self.group_ids)
+
+    @property
     def occurrences(self) -> tuple[Occurrence, ...]:
         """The prompts that the groups play."""
         return tuple(self.snapshot.occurrences[group_id] for group_id in self.group_ids)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from laminar.telemetry.clock import SILENT_SECONDS
 from laminar.types import EvictionReason
 
-MAX_MISMATCH_KL = 0.05
 MAX_FAILED_RATIO = 0.1
 MAX_TRUNCATED_RATIO = 0.5
 MAX_DROPPED_RATIO = 0.3
@@ -40,6 +39,7 @@ class Facts:
         seconds_since_step: None before the first of this life.
         mean_step_seconds: None before the first.
         free_disk_ratio: of the disk that holds the run folder.
+        mismatch_alarm: `trainer.mismatch_alarm`, in nats a token.
         trainer_wait: what the trainer waits for.
     """
 
@@ -50,6 +50,7 @@ class Facts:
     seconds_since_step: float | None
     mean_step_seconds: float | None
     free_disk_ratio: float
+    mismatch_alarm: float
     trainer_wait: str = ""
     is_paused: bool = False
 
@@ -84,12 +85,13 @@ def _progress(facts: Facts) -> Iterator[Alert]:
 
 
 def _learning(facts: Facts) -> Iterator[Alert]:
-    kl = facts.latest.get("mismatch/kl", 0.0)
-    if kl > MAX_MISMATCH_KL:
+    kl = facts.latest.get("mismatch/kl_staleness_0", 0.0)  # of older tokens it is large for their age alone
+    if kl > facts.mismatch_alarm:
         yield Alert(
             "warning",
             "mismatch",
-            f"rollout and trainer log-probs differ by a KL of {kl:.3f} (above {MAX_MISMATCH_KL}); compare dtypes",
+            f"rollout and trainer log-probs of tokens of the newest weights differ by a KL of {kl:.3g}, above "
+            f"trainer.mismatch_alarm = {facts.mismatch_alarm:g}; compare temperature, number type and weights of the two",
         )
     skipped = _since(facts, "train/skipped_steps")
     if skipped:

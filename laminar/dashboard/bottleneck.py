@@ -13,6 +13,10 @@ Shares = Mapping[str, float]
 MUCH = 0.25
 MOST = 0.8
 TOP, BOTTOM = 0.75, 0.25
+TURNS = (
+    "generation and training take turns at staleness.max_staleness = 0; raise it to let them overlap, or keep the wait as "
+    "the price of on-policy data"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +44,37 @@ def bottleneck(
     *,
     staleness_mean: float | None,
     bound: int | None,
+    is_alive: bool = True,
     is_paused: bool = False,
     filtering: Filtering = Filtering(),
 ) -> str:
-    """What limits the run, and what to change.
+    """What limits the run, or limited it in the end, and what to change.
 
     Args:
         trainer: rank 0's shares of the last minutes.
-        rollouts: each worker's, over the same time.
+        rollouts: each worker's, over the same time; empty of one that has told nothing yet.
         staleness_mean: of the trajectories trained lately; None if unknown.
         bound: K; None if unbounded.
+        is_alive: whether the run is.
         is_paused: rollouts admit nothing because somebody asked for it.
         filtering: how much of what is played teaches nothing.
     """
+    known = [shares for shares in rollouts if shares]
+    if not is_alive:
+        limit = f" Its last minutes: {_limit(trainer, known, staleness_mean, bound, filtering)}" if trainer and known else ""
+        return f"The run has ended.{limit}"
     if is_paused:
         return "Rollouts are paused: nothing new is admitted until `laminar unpause`."
-    if not trainer or not rollouts:
+    if not trainer:
         return "Not enough is known yet: the roles are starting."
+    if not known:
+        return "No rollout worker is heard of: they are starting, or have ended; see their logs."
+    return _limit(trainer, known, staleness_mean, bound, filtering)
+
+
+def _limit(
+    trainer: Shares, rollouts: Sequence[Shares], staleness_mean: float | None, bound: int | None, filtering: Filtering
+) -> str:
     replica = mean_shares(rollouts)
     wait, held = trainer.get("wait", 0.0), replica.get("idle_staleness", 0.0)
     if trainer.get("start", 0.0) + trainer.get("restore", 0.0) > 0.5:
@@ -74,6 +92,8 @@ def bottleneck(
             "checkpoint": "checkpoints take long: raise checkpoint.every_steps",
         }[worst]
         return f"Trainer spends {percent(overhead)} of the time on {worst}: {remedy}."
+    if held >= MUCH and bound == 0:
+        return f"Rollouts stand still {percent(held)} of the time: {TURNS}."
     if held >= MUCH:
         return (
             f"Rollouts stand still {percent(held)} of the time, held back by the staleness bound, and the trainer trains "
@@ -114,10 +134,13 @@ def _lack_of_tokens(replica: Shares, staleness_mean: float | None, bound: int | 
         ),
         key=lambda states: share(*states),
     )
-    if slowest[0] != "decode" and share(*slowest) >= MUCH:
+    takes_turns = bound == 0 and slowest[0] in ("decode", "idle_staleness")
+    if slowest[0] != "decode" and not takes_turns and share(*slowest) >= MUCH:
         return _remedy(slowest[0], percent(share(*slowest)))
     if share("idle_end_of_data", "idle_not_ready") >= MUCH:
         return "there is nothing to play: the data is at its end, or the run is being restored"
+    if takes_turns:
+        return TURNS
     text = "add rollouts, or raise the in-flight limit"
     if bound is not None and staleness_mean is not None and staleness_mean <= bound / 2:
         text += f"; staleness (mean {staleness_mean:.1f}) is far below its bound of {bound}"

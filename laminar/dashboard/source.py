@@ -140,6 +140,7 @@ class RunSource:
             [view.shares(name, WINDOW_SECONDS) for name in self._shown_roles() if name.startswith("rollout-")],
             staleness_mean=sum(recent) / len(recent) if recent else None,
             bound=self.config.staleness.bound,
+            is_alive=self.feed.is_alive,
             is_paused=bool(snapshot and snapshot.is_paused),
             filtering=self._filtering(),
         )
@@ -169,6 +170,7 @@ class RunSource:
             seconds_since_step=now - latest["time"] if "time" in latest and latest["time"] >= began else None,
             mean_step_seconds=sum(seconds) / len(seconds) if seconds else None,
             free_disk_ratio=usage.free / usage.total,
+            mismatch_alarm=self.config.trainer.mismatch_alarm,
             trainer_wait=view.trainer_wait,
             is_paused=bool(view.snapshot and view.snapshot.is_paused),
         )
@@ -230,6 +232,8 @@ class RunSource:
         ]
         if (bound := state["run"]["bound"]) is not None:
             extra.append(("laminar_staleness_bound", "largest staleness allowed (versions)", run, float(bound)))
+        alarm = self.config.trainer.mismatch_alarm
+        extra.append(("laminar_mismatch_alarm", "KL of fresh tokens above which the run warns (nats)", run, alarm))
         for stage, ages in state["buffer"].get("ages", {}).items():
             extra += [
                 ("laminar_outstanding_groups", "groups by stage and age in versions",

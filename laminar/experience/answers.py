@@ -134,6 +134,7 @@ class Snapshot:
         occurrences: which prompt each group of `headers` plays.
         is_paused: nothing is granted, because somebody asked for it.
         max_staleness: the bound that groups are admitted under now; None if unbounded.
+        prompts_left: still to be admitted, over all epochs, those to be issued again included; None if there is no end.
     """
 
     published: WeightVersion
@@ -147,6 +148,7 @@ class Snapshot:
     occurrences: Mapping[str, Occurrence]
     is_paused: bool = False
     max_staleness: int | None = None
+    prompts_left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class ExperienceBuffer:
                 is_paused=meta.get("paused", False),
                 max_staleness=None if meta.get("bound", -1) < 0 else meta["bound"],
                 occurrences=dict(seen.occurrences),
+                prompts_left=meta.get("prompts_left"),
             )
 
     async def counters(self) -> Counters:

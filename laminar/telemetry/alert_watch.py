@@ -44,8 +44,13 @@ class AlertWatch:
 
 @dataclass(slots=True)
 class Hearing:
-    """What alerts are judged by, from events and lines; times in Unix seconds, those of hearing."""
+    """What alerts are judged by, from events and lines; times in Unix seconds, those of hearing.
 
+    Attributes:
+        mismatch_alarm: `trainer.mismatch_alarm`.
+    """
+
+    mismatch_alarm: float
     heard: dict[str, float] = field(default_factory=dict)
     lines: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=EARLIER_STEPS))
     stepped_at: float | None = None
@@ -82,6 +87,7 @@ class Hearing:
             seconds_since_step=None if self.stepped_at is None else now - self.stepped_at,
             mean_step_seconds=sum(seconds) / len(seconds) if seconds else None,
             free_disk_ratio=free_disk_ratio,
+            mismatch_alarm=self.mismatch_alarm,
             trainer_wait=self.trainer_wait,
             is_paused=self.is_paused,
         )

@@ -41,7 +41,7 @@ class AlertSink:
 
     def __init__(self, config: LaminarConfig, folder: RunFolder, deliveries: Deliveries) -> None:
         self._folder, self._deliveries = folder, deliveries
-        self._hearing, self._watch = Hearing(), AlertWatch(config.alerts.repeat_seconds)
+        self._hearing, self._watch = Hearing(config.trainer.mismatch_alarm), AlertWatch(config.alerts.repeat_seconds)
 
     def add_line(self, line: Line) -> None:
         """A step's metrics."""

@@ -131,6 +131,9 @@ METRICS: tuple[Metric, ...] = (
         "s",
         "from the end of the last step (at first: from the first group in flight) to the end of this one",
     ),
+    Metric(
+        "time/left_seconds", "s", "until the first of the run's limits, but a reward's, at the pace of the last 20 steps"
+    ),
     Metric("time/sample_wait_seconds", "s", "the trainer's wait for a legal batch"),
     Metric("time/scoring_seconds", "s", "proximal and reference passes at batch start, and what follows from them"),
     Metric("time/forward_backward_seconds", "s", "forward and backward passes"),

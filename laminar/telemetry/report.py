@@ -45,21 +45,26 @@ def summarize(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> d
     """The figures of the report.
 
     Args:
-        facts: what the supervisor knows of this life: status, seconds, memory, generated tokens, seconds of its steps.
+        facts: what the supervisor knows of this life: status, seconds, memory, its first step (0: none ended), seconds of
+            its steps, trained and generated tokens.
         lines: the run's metrics, all lives.
+
+    Returns:
+        Of all lives, but for `life_steps` and what is told of tokens: those are of this life, whose seconds are known.
     """
     steps = [line for line in lines if line["kind"] == "step"]
     evaluations = {line["step"]: line["eval/accuracy"] for line in lines if line["kind"] == "evaluation"}
-    seconds = sum(step.get("time/step_seconds", 0.0) for step in steps)
-    generated, life_seconds = float(facts["generated_tokens"]), float(facts["step_seconds"])
+    first_step, seconds = facts["first_step"], float(facts["step_seconds"])
+    trained, generated = float(facts["trained_tokens"]), float(facts["generated_tokens"])
     return {
         "steps": len(steps),
+        "life_steps": sum(step["step"] >= first_step for step in steps) if first_step else 0,
         "first_reward": mean_reward(steps[:FIRST_STEPS]),
         "last_reward": mean_reward(steps[-LAST_STEPS:]),
         "accuracies": evaluations,
         "staleness": dict(sorted(staleness_histogram(steps).items())),
-        "trained_tokens_per_second": sum(step.get("train/tokens", 0) for step in steps) / seconds if seconds else 0.0,
-        "generated_tokens_per_second": generated / life_seconds if life_seconds else 0.0,
+        "trained_tokens_per_second": trained / seconds if seconds else 0.0,
+        "generated_tokens_per_second": generated / seconds if seconds else 0.0,
         "generated_during_steps_ratio": float(facts["generated_during_steps"]) / generated if generated else 0.0,
     }
 
@@ -77,12 +82,9 @@ def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]])
     table = Table(show_header=False, title=f"run {facts['status']}: {facts['reason']}", title_justify="left", box=None)
     table.add_column(justify="right", style="bold")
     table.add_column(overflow="fold")
-    spent = f"{duration(float(facts['seconds']))} (start and stop included)"
+    table.add_row("steps", _steps(figures, f"{duration(float(facts['seconds']))} (start and stop included)"))
     if figures["steps"]:
-        table.add_row("steps", f"{figures['steps']} in {spent}")
         _add_training(table, figures, rewards)
-    else:
-        table.add_row("steps", f"none ended in {spent}")
     if peak := float(facts["peak_resident_bytes"]):
         table.add_row("memory", f"{peak / 1e9:.2f} GB at the peak, all processes together, without shared memory")
     if facts["restarts"]:
@@ -91,6 +93,14 @@ def closing_report(facts: Mapping[str, Any], lines: Sequence[Mapping[str, Any]])
         table.add_row("restored", text)
     table.add_row("run folder", str(facts["folder"]))
     return table
+
+
+def _steps(figures: Mapping[str, Any], spent: str) -> str:
+    """How many ended, and in what time: only this life's time is known."""
+    steps, of_life = figures["steps"], figures["life_steps"]
+    if not steps:
+        return f"none ended in {spent}"
+    return f"{steps} in {spent}" if of_life == steps else f"{steps}, {of_life or 'none'} of them in this life of {spent}"
 
 
 def _add_training(table: Table, figures: Mapping[str, Any], rewards: Sequence[float]) -> None:
@@ -106,9 +116,12 @@ def _add_training(table: Table, figures: Mapping[str, Any], rewards: Sequence[fl
     table.add_row(
         "staleness", "   ".join(f"{k}: {n} trajectories ({100 * n / total:.0f} %)" for k, n in figures["staleness"].items())
     )
+    if not figures["life_steps"]:
+        return
+    since = "" if figures["life_steps"] == figures["steps"] else "in this life: "
     table.add_row(
         "throughput",
-        f"trained {figures['trained_tokens_per_second']:.1f} tokens/s, "
+        f"{since}trained {figures['trained_tokens_per_second']:.1f} tokens/s, "
         f"generated {figures['generated_tokens_per_second']:.1f} tokens/s; "
         f"{100 * figures['generated_during_steps_ratio']:.0f} % of the generated tokens were made while a step ran",
     )

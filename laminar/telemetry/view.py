@@ -92,12 +92,15 @@ class RunView:
         max_steps: that the run is to take.
         train_devices: that train; 0 if it is not known, then nothing is told by device.
         engine_devices: that an engine is split over.
+        first_step: the first that ended in this life; 0 before.
+        left: when each of the last steps ended, and what was left then of each of the run's limits.
     """
 
     max_steps: int
     train_devices: int = 0
     engine_devices: int = 1
     step: int = 0
+    first_step: int = 0
     latest: dict[str, float] = field(default_factory=dict)
     workers: dict[str, dict[str, float]] = field(default_factory=dict)
     roles: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -105,7 +108,7 @@ class RunView:
     relays: dict[str, dict[str, float]] = field(default_factory=dict)
     system: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
-    step_ends: list[float] = field(default_factory=list)
+    left: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
     notices: list[str] = field(default_factory=list)
     restores: list[str] = field(default_factory=list)
@@ -163,7 +166,7 @@ class RunView:
             case "waiting":
                 self.trainer_wait = str(event.fields.get("text", ""))
             case "restored":
-                self.step = int(event.fields["step"])
+                self.step, self.left = int(event.fields["step"]), []
                 if event.fields.get("lineage", 0):
                     self.restores = [*self.restores[-9:], str(event.fields["text"])]
                     self.notices = [*self.notices[-49:], self.restores[-1]]
@@ -180,8 +183,9 @@ class RunView:
     def _apply_step(self, event: Event) -> dict[str, float]:
         metrics = dict(event.metrics)
         self.step = int(metrics["train/step"])
+        self.first_step = self.first_step or self.step
         self.trainer_wait = ""
-        self.step_ends = [*self.step_ends[-19:], event.time]
+        self.left = [*self.left[-19:], (event.time, event.fields.get("left", {}))]
         self.generation.settle_step(float(event.fields["train_started"]), float(event.fields["train_ended"]))
         seconds = metrics.get("time/step_seconds", 0.0)
         self.step_seconds += seconds
@@ -199,6 +203,8 @@ class RunView:
             metrics[name] = self._totals[name].report(event.role, metrics[name])
         for name in SUMMED_OVER_WORKERS:
             metrics[name] = self._totals[name].value
+        if (seconds_left := self.seconds_left()) is not None:
+            metrics["time/left_seconds"] = seconds_left
         metrics |= self._worst_of_roles() | self.system
         if self.heard_at:
             metrics["faults/heartbeat_age_seconds"] = max(0.0, event.time - min(self.heard_at.values()))
@@ -236,8 +242,9 @@ class RunView:
         return worst
 
     def seconds_left(self) -> float | None:
-        """Estimate from the mean of the last steps; None before the second step."""
-        if len(self.step_ends) < 2:
+        """Until the first of the run's limits, at the pace of the last steps; None before the second step."""
+        if len(self.left) < 2:
             return None
-        mean = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
-        return mean * (self.max_steps - self.step)
+        (began, before), (ended, now) = self.left[0], self.left[-1]
+        paces = {name: (before[name] - amount) / (ended - began) for name, amount in now.items() if name in before}
+        return min((max(0.0, now[name]) / pace for name, pace in paces.items() if pace > 0), default=None)

@@ -50,3 +50,15 @@ async def test_changes_in_the_microseconds_after_the_last_look_are_seen(make_run
     for _ in range(30):
         await run.claim("0.0", groups=1)
         assert await run.buffer.peek() == await ExperienceBuffer(run.store).peek()
+
+
+async def test_prompts_left_are_those_of_all_epochs_and_those_to_be_issued_again(make_run):
+    run = await make_run(num_prompts=5, max_epochs=2, max_staleness=None)
+    assert (await run.buffer.peek()).prompts_left == 10
+    (first, *_) = (await run.claim("0.0", groups=5)).groups
+    await run.claim("0.0", groups=2)
+    assert (await run.buffer.peek()).prompts_left == 3
+    await run.buffer.evict([first.group_id], EvictionReason.STALE, reissue=True)
+    assert (await run.buffer.peek()).prompts_left == 4
+    endless = await make_run(num_prompts=5, max_epochs=None)
+    assert (await endless.buffer.peek()).prompts_left is None

@@ -156,6 +156,8 @@ async def test_undisturbed_and_a_mismatch_on_fresh_tokens_above_the_alarm_is_tol
     events = await TelemetryReader(run.store.client, "r").read()
     told = [e.fields["text"] for e in events if e.kind == "notice" and "mismatch_alarm" in e.fields["text"]]
     assert [text.split(":")[0] for text in told] == ["step 6"]  # 0.06; the alarm is at 0.05
+    left = {event.metrics["train/step"]: event.fields["left"] for event in events if event.kind == "step"}
+    assert left == {step: {"run.max_steps": STEPS - step} for step in range(1, STEPS + 1)}
 
 
 async def test_a_step_that_is_skipped_for_safety_publishes_its_number_and_says_why(train_through, tmp_path):

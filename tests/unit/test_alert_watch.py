@@ -28,7 +28,7 @@ def names(hearing, now, is_alive=True):
 
 
 def heard(*events):
-    hearing = Hearing()
+    hearing = Hearing(mismatch_alarm=0.05)
     for role, kind, at, fields in events:
         hearing.note(Event(role, kind, at, {}, fields), at)
     return hearing

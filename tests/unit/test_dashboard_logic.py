@@ -107,6 +107,43 @@ def test_staleness_is_mentioned_only_where_it_leaves_room():
     assert "far below" not in sentence(WAITING, {"decode": 1.0}, bound=None)
 
 
+@pytest.mark.parametrize(
+    ("wait", "held", "begin"),
+    [
+        (0.7, 0.3, "Trainer waits 70 % of the time: "),
+        (0.9, 0.7, "Trainer waits 90 % of the time: "),
+        (0.1, 0.9, "Rollouts stand still 90 % of the time: "),
+    ],
+)
+def test_a_bound_of_0_is_said_to_make_generation_and_training_take_turns(wait, held, begin):
+    trainer, replica = {"wait": wait, "train": 1 - wait}, {"decode": 1 - held, "idle_staleness": held}
+    assert sentence(trainer, replica, mean=0.0, bound=0) == (
+        f"{begin}generation and training take turns at staleness.max_staleness = 0; "
+        "raise it to let them overlap, or keep the wait as the price of on-policy data."
+    )
+
+
+def test_at_a_bound_of_0_too_a_slow_environment_is_named():
+    assert "speed those up" in sentence({"wait": 0.7, "train": 0.3}, {"environment": 0.6, "decode": 0.4}, mean=0.0, bound=0)
+
+
+def test_a_run_without_rollouts_that_are_known_is_not_told_to_add_some():
+    for rollouts in ((), ({},)):
+        assert sentence({"wait": 1.0}, *rollouts).startswith("No rollout worker is heard of")
+    assert "add rollouts" in sentence({"wait": 1.0}, {}, {"decode": 1.0})
+
+
+def test_of_a_run_that_has_ended_the_last_minutes_are_told():
+    def ended(trainer, *rollouts):
+        return bottleneck(trainer, rollouts, staleness_mean=None, bound=1, is_alive=False)
+
+    assert ended({}) == ended({"train": 1.0}) == "The run has ended."
+    assert ended({"train": 1.0}, {"decode": 1.0}) == (
+        "The run has ended. Its last minutes: Balanced: the trainer trains 100 % of the time and waits 0 %; "
+        "rollouts generate 100 %."
+    )
+
+
 def test_mean_shares_count_a_missing_state_as_nothing():
     assert mean_shares([{"a": 1.0}, {"a": 0.5, "b": 0.5}]) == {"a": 0.75, "b": 0.25}
 
@@ -115,7 +152,7 @@ def facts(**changes):
     return Facts(
         **{
             "is_alive": True, "silent": {}, "latest": {}, "earlier": {}, "seconds_since_step": 1.0,
-            "mean_step_seconds": 1.0, "free_disk_ratio": 0.5, **changes,
+            "mean_step_seconds": 1.0, "free_disk_ratio": 0.5, "mismatch_alarm": 0.05, **changes,
         }
     )  # fmt: skip
 
@@ -125,7 +162,7 @@ def facts(**changes):
     [
         ({"silent": {"rollout-1": 6.0}}, "role_silent"),
         ({"seconds_since_step": 61.0}, "no_progress"),
-        ({"latest": {"mismatch/kl": 0.2}}, "mismatch"),
+        ({"latest": {"mismatch/kl_staleness_0": 0.2}}, "mismatch"),
         ({"latest": {"train/skipped_steps": 2.0}}, "skipped_steps"),
         ({"latest": {"reward/zero_std_ratio": 1.0}}, "no_signal"),
         ({"latest": {"rollout/truncated_ratio": 0.9}}, "truncated"),
@@ -158,6 +195,14 @@ def test_evictions_that_no_bound_caused_raise_no_alert():
     now = {"experience/admitted": 100.0, "experience/evicted": 90.0, "experience/evictions_stale": 20.0}
     others = {f"experience/evictions_{reason}": 20.0 for reason in ("recycled", "payload_lost", "orphaned")}
     assert find_alerts(facts(latest=now | others)) == []
+
+
+def test_a_mismatch_is_judged_by_fresh_tokens_and_the_runs_own_alarm():
+    stale = {"mismatch/kl": 0.3, "mismatch/kl_staleness_2": 0.4}
+    assert find_alerts(facts(latest=stale)) == []
+    assert find_alerts(facts(latest=stale | {"mismatch/kl_staleness_0": 0.2}, mismatch_alarm=0.25)) == []
+    (alert,) = find_alerts(facts(latest={"mismatch/kl_staleness_0": 0.3}, mismatch_alarm=0.25))
+    assert "KL of 0.3, above trainer.mismatch_alarm = 0.25; compare temperature" in alert.text
 
 
 def test_failures_of_long_ago_raise_no_alert():

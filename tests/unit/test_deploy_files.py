@@ -18,7 +18,7 @@ from laminar.telemetry.registry import METRICS
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 EXPORTER_ONLY = {
     "laminar_up", "laminar_role_silent_seconds", "laminar_staleness_bound", "laminar_outstanding_groups", "laminar_alerts",
-    "laminar_free_disk_ratio",
+    "laminar_free_disk_ratio", "laminar_mismatch_alarm",
 }  # fmt: skip
 
 
@@ -54,6 +54,19 @@ def test_a_run_that_is_down_raises_its_alert_also_where_its_dashboard_ended_with
         if rule["alert"] == "LaminarRunDown"
     )
     assert down == f'laminar_up < 1 or up{{job="{scraped["job_name"]}"}} < 1'
+
+
+def test_what_prometheus_alarms_of_is_judged_by_the_runs_own_limits():
+    """A group keeps a bound that was lowered since; stale tokens have a large KL without any fault."""
+    groups = documents("prometheus/alerts.yml")[0]["groups"]
+    rules = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+    assert rules["LaminarMismatch"] == (
+        "avg_over_time(laminar_mismatch_kl_staleness_0[10m]) / on (run) laminar_mismatch_alarm > 1"
+    )
+    assert rules["LaminarStalenessAboveBound"] == (
+        "laminar_staleness_versions_max - on (run) "
+        "(max_over_time(laminar_staleness_bound[6h]) and laminar_staleness_bound) > 0"
+    )
 
 
 def test_panels_have_titles_expressions_and_a_variable_for_the_run():

@@ -195,6 +195,47 @@ def test_every_metric_has_a_meaning_and_a_name_of_the_form_area_what():
     assert all(metric.meaning and metric.name.count("/") == 1 for metric in METRICS)
 
 
+def left_after(*lefts, seconds=2.0):
+    view = RunView(max_steps=100)
+    for step, left in enumerate(lefts, start=1):
+        event = step_event(step, 10, seconds, time=100.0 + step * seconds)
+        latest = view.apply(Event(event.role, event.kind, event.time, event.metrics, {**event.fields, "left": left}))
+        assert latest.get("time/left_seconds") == view.seconds_left()
+    return view
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds"),
+    [
+        ({"run.max_steps": 50.0}, {"run.max_steps": 49.0}, 98.0),
+        ({"run.max_steps": 50.0, "run.max_train_seconds": 9.0}, {"run.max_steps": 49.0, "run.max_train_seconds": 7.0}, 7.0),
+        (
+            {"run.max_steps": 50.0, "run.max_trained_tokens": 90.0},
+            {"run.max_steps": 49.0, "run.max_trained_tokens": 60.0},
+            4.0,
+        ),
+        ({"run.max_steps": 50.0, "data.max_epochs": 28.0}, {"run.max_steps": 49.0, "data.max_epochs": 20.0}, 5.0),
+        (
+            {"run.max_steps": 50.0, "run.max_trained_tokens": 1.0},
+            {"run.max_steps": 49.0, "run.max_trained_tokens": 1.0},
+            98.0,
+        ),
+        ({"run.max_steps": 50.0, "run.max_train_seconds": 1.0}, {"run.max_steps": 49.0, "run.max_train_seconds": -1.0}, 0.0),
+        ({}, {}, None),
+    ],
+)
+def test_the_time_left_is_that_of_the_limit_which_is_reached_first(before, after, seconds):
+    assert left_after(before, after).seconds_left() == seconds
+
+
+def test_no_time_left_is_told_before_the_second_step_nor_over_a_restore():
+    view = left_after({"run.max_steps": 50.0})
+    assert view.seconds_left() is None
+    view = left_after({"run.max_steps": 50.0}, {"run.max_steps": 49.0})
+    view.apply(Event("trainer-0", "restored", 104.0, {}, {"step": 1}))
+    assert view.seconds_left() is None
+
+
 def test_the_report_averages_first_three_and_last_five_rewards():
     lines = [
         {
@@ -214,6 +255,7 @@ def test_the_report_averages_first_three_and_last_five_rewards():
     facts = {
         "status": "finished", "reason": "max_steps", "folder": "f", "seconds": 30.0, "peak_resident_bytes": 10,
         "restarts": {}, "generated_tokens": 400.0, "step_seconds": 20.0, "generated_during_steps": 100.0,
+        "first_step": 1, "trained_tokens": 100.0,
     }  # fmt: skip
     figures = summarize(facts, lines)
     assert figures["first_reward"] == pytest.approx(0.2)
@@ -230,16 +272,47 @@ def test_a_report_without_any_step_says_so_and_tells_of_no_reward_or_throughput(
     facts = {
         "status": "failed", "reason": "x", "folder": "f", "seconds": 1.0, "peak_resident_bytes": 0,
         "restarts": {"trainer": 1}, "generated_tokens": 0.0, "step_seconds": 0.0, "generated_during_steps": 0.0,
+        "first_step": 0, "trained_tokens": 0.0,
     }  # fmt: skip
-    console = Console(width=150, file=io.StringIO())
-    console.print(closing_report(facts, []))
-    told = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
-    assert told == [
+    assert report_lines(facts, []) == [
         "run failed: x", "steps none ended in 1 s (start and stop included)", "restarts trainer: 1", "run folder f"
     ]  # fmt: skip
     assert summarize(facts, [])["first_reward"] is None
     page = html_report({"id": "r", "status": "failed", "reason": "", "lives": 1}, [], "", bound=2, written_at=0.0)
     assert "first step -, last 5 steps -" in page
+
+
+def report_lines(facts, lines):
+    console = Console(width=150, file=io.StringIO())
+    console.print(closing_report(facts, lines))
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+
+def test_after_a_resume_steps_and_throughput_are_told_of_the_life_whose_time_is_told():
+    view = RunView(max_steps=100)
+    view.apply(worker_event(200.0, 0))
+    for step, time in ((6, 202.0), (7, 204.0)):
+        view.apply(step_event(step, tokens=30, seconds=2.0, time=time))
+    view.apply(worker_event(204.0, 80))
+    facts = {
+        "status": "finished", "reason": "x", "folder": "f", "seconds": 9.0, "peak_resident_bytes": 0, "restarts": {},
+        "generated_tokens": view.generation.total, "step_seconds": view.step_seconds, "generated_during_steps": 80.0,
+        "first_step": view.first_step, "trained_tokens": view.trained_tokens,
+    }  # fmt: skip
+    lines = [{"kind": "step", "step": step, "train/tokens": 1000, "time/step_seconds": 2.0} for step in range(1, 8)]
+    told = report_lines(facts, lines)
+    assert "steps 7, 2 of them in this life of 9 s (start and stop included)" in told
+    assert any(text.startswith("throughput in this life: trained 15.0 tokens/s, generated 20.0 tokens/s;") for text in told)
+
+
+def test_a_resume_in_which_no_step_ended_tells_no_throughput():
+    facts = {
+        "status": "stopped", "reason": "x", "folder": "f", "seconds": 9.0, "peak_resident_bytes": 0, "restarts": {},
+        "generated_tokens": 50.0, "step_seconds": 0.0, "generated_during_steps": 0.0, "first_step": 0, "trained_tokens": 0.0,
+    }  # fmt: skip
+    told = report_lines(facts, [{"kind": "step", "step": 1, "train/tokens": 9, "time/step_seconds": 2.0}])
+    assert "steps 1, none of them in this life of 9 s (start and stop included)" in told
+    assert not any("throughput" in text for text in told)
 
 
 def test_the_reports_read_nothing_of_a_line_but_what_they_keep_of_it():
@@ -252,6 +325,7 @@ def test_the_reports_read_nothing_of_a_line_but_what_they_keep_of_it():
     facts = {
         "status": "finished", "reason": "max_steps", "folder": "f", "seconds": 30.0, "peak_resident_bytes": 10,
         "restarts": {}, "generated_tokens": 400.0, "step_seconds": 20.0, "generated_during_steps": 100.0,
+        "first_step": 1, "trained_tokens": 100.0,
     }  # fmt: skip
     run = {"id": "r", "status": "finished", "reason": "", "lives": 1}
     shapeless = [{}, {"kind": "step"}, {"step": 3}, {"kind": "mark", "step": None}]

@@ -9,7 +9,7 @@ import pytest
 from laminar.config.trainer import CorrectionConfig
 from laminar.telemetry.registry import check_declared
 from trainer.correction import judge_sequences, row_sums, token_weights
-from trainer.mismatch import Mismatch
+from trainer.mismatch import UNJUDGED_STEPS, Mismatch, MismatchAlarm
 
 LOG = math.log
 DIFFERENCE = np.array([LOG(3), LOG(1.5), math.nan, LOG(0.25)])
@@ -133,3 +133,22 @@ def test_quantiles_are_those_of_numpy_within_a_bin():
 def test_very_old_tokens_share_one_bucket_and_nothing_measured_gives_no_metric():
     assert "mismatch/kl_staleness_32" in measured(([0.1, 0.1], [32, 500], None))
     assert measured(([], [], None)) == {}
+
+
+def test_the_alarm_judges_fresh_tokens_only():
+    alarm = MismatchAlarm(0.05)
+    assert alarm.judge({"mismatch/kl": 0.5, "mismatch/kl_staleness_0": 0.05, "mismatch/kl_staleness_1": 0.9}) is None
+    said = alarm.judge({"mismatch/kl": 0.1, "mismatch/kl_staleness_0": 0.06})
+    assert said is not None
+    assert said.startswith("KL 0.06 between engine and trainer on tokens of the newest weights, above")
+
+
+def test_an_alarm_that_long_has_no_fresh_tokens_says_once_that_it_cannot_judge():
+    alarm, stale = MismatchAlarm(0.05), {"mismatch/kl": 0.5, "mismatch/kl_staleness_2": 0.5}
+    fresh = {"mismatch/kl": 0.01, "mismatch/kl_staleness_0": 0.01}
+    most = UNJUDGED_STEPS - 1
+    steps = [*[stale] * most, fresh, *[stale] * most, {}, *[stale] * 50, fresh, *[stale] * 50]
+    said = [(place, text) for place, step in enumerate(steps) if (text := alarm.judge(step))]
+    ((place, text),) = said
+    assert place == most + 1 + most + 1  # neither a fresh step between, nor a skipped one that compared nothing, counts
+    assert "has nothing to judge" in text

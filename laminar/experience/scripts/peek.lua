@@ -34,13 +34,17 @@ local is_whole = args.life ~= life or args.revision < (run.pruned or 0) or args.
 local stored, gone = {}, {}
 if is_whole then stored = call('HVALS', HEADERS) else stored, gone = changed() end
 prune()
-local is_end = end_of_data()
+local is_end, prompts_left = end_of_data(), nil
+if run.max_epochs >= 0 then
+  prompts_left = (run.max_epochs - run.epoch) * run.num_prompts - run.cursor + call('LLEN', REISSUE)
+end
 return {
   pack({
     lineage = run.lineage,
     published = run.published,
     open = is_open(),
     end_of_data = is_end,
+    prompts_left = prompts_left,
     held = call('HLEN', HELD),
     reserved = run.reserved,
     paused = run.paused == 1,

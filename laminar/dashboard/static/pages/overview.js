@@ -27,7 +27,7 @@ export function open(root) {
   function onState(state) {
     const now = state.latest, buffer = state.buffer;
     sentence.textContent = state.bottleneck;
-    const recent = state.recent, left = (state.run.max_steps - state.step) * (recent["time/step_seconds"] ?? NaN);
+    const recent = state.recent, left = now["time/left_seconds"];
     tiles.Step.set(`${show(state.step)} of ${show(state.run.max_steps)}`, state.run.is_alive && left > 0 ? `about ${duration(left)} left` : state.run.reason);
     tiles.Reward.set(show(now["reward/finished_mean"] ?? now["reward/mean"]), `trained ones ${show(now["reward/mean"])}`);
     tiles.Loss.set(show(now["train/loss"], 4), `mismatch KL ${show(now["mismatch/kl"])}`);

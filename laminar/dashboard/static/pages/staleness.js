@@ -20,8 +20,9 @@ export function open(root) {
     metrics: ["staleness/*"],
     onState(state) {
       const bound = state.run.bound;
-      const held = bound === null ? "There is no bound: only the buffer's capacity limits staleness." : `The bound is ${bound} (policy ${state.run.policy}): a trajectory may be trained on weights at most ${bound} versions newer than its oldest token.`;
-      lead.textContent = `${held} The last step trained trajectories of staleness ${show(state.latest["staleness/versions_mean"], 2)} in the mean and ${show(state.latest["staleness/versions_max"])} at most.`;
+      const held = bound === null ? "There is no bound: only the buffer's capacity limits staleness." : `The bound is ${bound} (policy ${state.run.policy}): a trajectory may be trained on weights at most ${bound} version${bound === 1 ? "" : "s"} newer than its oldest token; groups keep the bound that they were admitted under.`;
+      const last = state.step ? `The last step trained trajectories of staleness ${show(state.latest["staleness/versions_mean"], 2)} in the mean and ${show(state.latest["staleness/versions_max"])} at most.` : "No step has ended yet.";
+      lead.textContent = `${held} ${last}`;
       const stages = { in_flight: "in flight", ready: "in queue", taken: "being trained" }, ages = state.buffer.ages;
       const most = ages ? Math.max(bound ?? 0, ...Object.values(ages).flatMap((counts) => Object.keys(counts).map(Number))) : 0;
       now.set(ages ? Object.entries(stages).map(([key, label], place) => ({ label, values: [...Array(most + 1).keys()].map((age) => ({ label: String(age), count: ages[key][age] ?? 0, colour: colour([0, 4, 2][place]) })) })) : []);
