@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -192,6 +193,7 @@ def user_module(monkeypatch, tmp_path):
         "    return ready[:1]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_samplers", raising=False)  # another test's
 
 
 async def test_a_users_sampler_orders_within_the_bound(make_run, user_module):

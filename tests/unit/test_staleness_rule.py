@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -246,6 +247,7 @@ def test_the_readmes_sampler_works_as_a_user_would_name_it(tmp_path: Path, monke
     (table,) = map(tomllib.loads, re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     (tmp_path / "my_samplers.py").write_text(code, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_samplers", raising=False)  # another test's
     order = resolve(table["experience"]["sampler"], SAMPLERS, "experience.sampler")
     headers = [replace(group(n, 10, bound=None), num_bytes=size) for n, size in enumerate([5, 7, 5, 9])]
     assert plan(headers, prompts_per_step=3, max_staleness=None, order=order).chosen == ids(3, 1, 0)
