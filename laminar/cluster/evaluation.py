@@ -107,6 +107,7 @@ class Evaluations:
         """
         try:
             result = await self._crew.evaluate(self._held_out, min_number, wait_seconds)
+            report: EvaluationReport = result.report(self._config)
         except (LaminarError, TimeoutError) as error:
             if is_due_later and isinstance(error, RoleDiedError | DeadlineError):
                 raise
@@ -116,7 +117,6 @@ class Evaluations:
             if self._config.on_failure == "stop":
                 raise RunFailedError(f'{text} (eval.on_failure is "stop")') from error
             return
-        report: EvaluationReport = result.report(self._config)
         self._evaluated.add(report.version_number)
         self._say(describe(report))
         metrics = report.metrics() | {"time/evaluation_seconds": result.seconds}

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.heavy
 class Crew:
     """Answers with the version that was asked for, or a later one; troubles are raised first, one a call."""
 
-    def __init__(self, held=None, troubles=()):
+    def __init__(self, held=None, troubles=(), rewards=None, failures=None):
         self.asked, self.held, self.troubles = [], held or {}, list(troubles)
+        self.rewards, self.failures = rewards or {"a": [1.0], "b": [0.0]}, failures or {"c": "no answer"}
         self.reached = asyncio.Event()
         self.newest = 0
 
@@ -30,7 +31,7 @@ class Crew:
             await self.reached.wait()
         if self.troubles:
             raise self.troubles.pop(0)
-        return EvaluationResult(self.held.get(min_number, min_number), {"a": [1.0], "b": [0.0]}, {"c": "no answer"}, 2.5)
+        return EvaluationResult(self.held.get(min_number, min_number), self.rewards, self.failures, 2.5)
 
     def publish(self, number):
         self.newest = number
@@ -211,6 +212,19 @@ async def test_it_stops_the_run_if_that_is_configured(make):
     error = first_error(caught.value)
     assert isinstance(error, RunFailedError)
     assert "out of memory" in str(error)
+
+
+@pytest.mark.parametrize("on_failure", ["go_on", "stop"])
+async def test_an_evaluation_in_which_every_answer_failed_has_failed_and_has_no_accuracy(make, on_failure):
+    failures = {"eval-a-000": "the judge is away", "eval-b-000": "the judge sleeps"}
+    crew = Crew(rewards={"a": [], "b": []}, failures=failures)
+    evaluations = make(crew, on_failure=on_failure)
+    crew.publish(4)
+    text = "evaluation failed: all 2 answers of version 4 failed; the first: the judge is away"
+    with pytest.raises(RunFailedError, match=text) if on_failure == "stop" else contextlib.nullcontext():
+        await evaluations.finish(4)
+    assert [(kind, fields) for kind, _, fields in evaluations.telemetry.events] == [("notice", {"text": text})]
+    assert evaluations.said == [text]
 
 
 async def test_without_held_out_prompts_or_an_interval_nothing_is_asked(make):
