@@ -40,7 +40,9 @@ class EvaluationResult:
         """
         if not any(self.rewards.values()):
             first = next(iter(self.failures.values()), "none was asked for")
-            raise EngineError(f"all {len(self.failures)} answers of version {self.version_number} failed; the first: {first}")
+            raise EngineError(
+                f"all {len(self.failures)} answers of version {self.version_number} failed; the first: {first}"
+            )
         return report_rewards(
             self.rewards,
             version_number=self.version_number,
