@@ -64,7 +64,7 @@ def test_training_is_the_same_with_evaluations_and_without(start, tmp_path):
 
 
 def test_evaluations_that_a_resume_takes_back_are_made_again(start):
-    """Killed once version 6 was evaluated; the spool is lost from step 6 on, so the run goes on from the checkpoint of step 5."""
+    """Killed once version 6 was evaluated; the spool is lost from step 6 on, so the run goes on from step 5."""
     run = start(*ON_POLICY, "run.max_steps=10", "checkpoint.every_steps=5", "eval.every_steps=2")
     run.wait_until(lambda: any(line["step"] == 6 for line in run.lines("evaluation")), "the evaluation of 6", 240)
     run.process.kill()
