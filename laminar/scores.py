@@ -85,6 +85,9 @@ def report_rewards(
         samples_per_prompt: asked for.
         num_failed: samples without a reward.
         pass_reward: a sample passes from this reward on.
+
+    Raises:
+        ValueError: no sample was answered.
     """
     answered = {prompt: values for prompt, values in rewards.items() if values}
     passed = {prompt: sum(value >= pass_reward for value in values) for prompt, values in answered.items()}
@@ -122,10 +125,13 @@ def estimate(values: Sequence[float]) -> Estimate:
 
     Mean ± 1.96 standard errors (standard deviation with n - 1, over the root of n). Where every number is 0 or 1 that
     would claim certainty for 20 of 20, so there it is Wilson's score interval (J. Am. Stat. Assoc. 22, 1927).
+
+    Raises:
+        ValueError: there are no values, so there is no mean.
     """
     count = len(values)
     if count == 0:
-        return Estimate(0.0, None, None, 0)
+        raise ValueError("a mean over no prompts is not defined")
     mean = math.fsum(values) / count
     if count == 1:
         return Estimate(mean, None, None, 1)

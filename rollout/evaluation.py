@@ -33,7 +33,16 @@ class EvaluationResult:
     seconds: float
 
     def report(self, config: EvalConfig) -> EvaluationReport:
-        """Its figures."""
+        """Its figures.
+
+        Raises:
+            EngineError: no sample was answered, so there are none.
+        """
+        if not any(self.rewards.values()):
+            first = next(iter(self.failures.values()), "none was asked for")
+            raise EngineError(
+                f"all {len(self.failures)} answers of version {self.version_number} failed; the first: {first}"
+            )
         return report_rewards(
             self.rewards,
             version_number=self.version_number,

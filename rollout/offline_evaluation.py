@@ -70,7 +70,7 @@ def evaluate_folder(config: LaminarConfig, weights: Path, number: int) -> Evalua
 
     Raises:
         ConfigError: the folder or the held-out prompts cannot be used.
-        EngineError, DeadlineError: the engine does not start, or dies.
+        EngineError, DeadlineError: the engine does not start, or dies, or every answer failed.
     """
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(weights)})})
     prompts = load_held_out(config, Path(config.run.config_directory))

@@ -41,13 +41,16 @@ class Evaluations:
         self._patience_seconds = config.run.no_progress_seconds
         self._crew, self._telemetry, self._say = crew, telemetry, say
         self._evaluated: set[int] = set()
-        self._last_step = 0
+        has_trained = False
         for line in iterate_lines(metrics):
-            self._last_step = max(self._last_step, int(line["step"]))
+            has_trained |= line["kind"] == "step"
             if line["kind"] == "evaluation":
                 self._evaluated.add(int(line["step"]))
-        self._pending: tuple[int, asyncio.Task[None]] | None = None
-        self.wants_start = bool(held_out) and config.eval.at_start and not self._evaluated
+        self._reached = max(self._evaluated, default=0)
+        """What is due comes after this version."""
+        self._pending: dict[int, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self.wants_start = bool(held_out) and config.eval.at_start and not self._evaluated and not has_trained
         self.wants_end = bool(held_out) and config.eval.at_end
 
     async def evaluate_start(self) -> None:
@@ -59,20 +62,28 @@ class Evaluations:
 
         Consumes: versions that a worker holds. Produces: evaluations. Waits for: the next version that is due.
         """
-        every, reached = self._config.every_steps, self._last_step
+        every = self._config.every_steps
         if not self._held_out or every is None:
             return
         async with asyncio.TaskGroup() as group:
             while True:
-                due = (reached // every + 1) * every
-                self._pending = due, group.create_task(self._evaluate_due(due))
-                await self._pending[1]
-                reached = max(due, *self._evaluated, 0)
+                self._changed.clear()
+                due = (self._reached // every + 1) * every
+                if due not in self._pending:
+                    self._pending[due] = group.create_task(self._evaluate_due(due))
+                await self._changed.wait()
+
+    def rewind(self, step: int) -> None:
+        """The trainer stands at this step again: later versions are made anew, and are evaluated again when they are due."""
+        self._evaluated = {number for number in self._evaluated if number <= step}
+        if self._reached > step:
+            self._reached = max(self._evaluated, default=0)
+            self._changed.set()
 
     async def finish(self, step: int) -> None:
         """Evaluate the last version, if that is wanted and has not happened; an evaluation that is due ends first."""
-        if self._pending is not None and self._pending[0] <= step:
-            await asyncio.wait([self._pending[1]])
+        if due := [task for number, task in self._pending.items() if number <= step]:
+            await asyncio.wait(due)
         if self.wants_end and step not in self._evaluated:
             await self._evaluate(step, self._config.timeout_seconds)
 
@@ -80,9 +91,13 @@ class Evaluations:
         """Evaluate a version that is yet to come; workers may die, and the run may pause, before it is there."""
         while True:
             try:
-                return await self._evaluate(number, self._patience_seconds, is_due_later=True)
+                await self._evaluate(number, self._patience_seconds, is_due_later=True)
+                break
             except (RoleDiedError, DeadlineError):  # its worker died, or the version did not come yet
                 await asyncio.sleep(RETRY_SECONDS)
+        del self._pending[number]
+        self._reached = max(self._reached, number, *self._evaluated)
+        self._changed.set()
 
     async def _evaluate(self, min_number: int, wait_seconds: float, *, is_due_later: bool = False) -> None:
         """Evaluate one version of at least this number.
@@ -92,6 +107,7 @@ class Evaluations:
         """
         try:
             result = await self._crew.evaluate(self._held_out, min_number, wait_seconds)
+            report: EvaluationReport = result.report(self._config)
         except (LaminarError, TimeoutError) as error:
             if is_due_later and isinstance(error, RoleDiedError | DeadlineError):
                 raise
@@ -101,7 +117,6 @@ class Evaluations:
             if self._config.on_failure == "stop":
                 raise RunFailedError(f'{text} (eval.on_failure is "stop")') from error
             return
-        report: EvaluationReport = result.report(self._config)
         self._evaluated.add(report.version_number)
         self._say(describe(report))
         metrics = report.metrics() | {"time/evaluation_seconds": result.seconds}

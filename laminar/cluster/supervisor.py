@@ -223,10 +223,18 @@ class Supervisor:
         metrics = MetricsFile(self._folder.metrics)
         await settle(reader, metrics)
         await reader.begin(after=metrics.last_event)
-        follower = Follower(reader, view, metrics.last_step, lambda event: self._on_event(event, view))
         self._say(f"starting the trainer and {self._config.rollout.num_workers} rollout worker(s)")
         crew = Crew(self._config, context, telemetry, self._say, self._note_process)
         self.outcome.restarts = crew.restarts
+        held_out = data.encoded_held_out()
+        evaluations = Evaluations(self._config, held_out, self._folder.metrics, crew, telemetry, self._say)
+
+        def take(event: Event) -> None:
+            if event.kind == "restored":
+                evaluations.rewind(int(event.fields["step"]))
+            self._on_event(event, view)
+
+        follower = Follower(reader, view, metrics.last_step, take)
         observer = ObserverProcess(
             self._folder.path, self._folder.logs / "observer.log", crew.restarts, self._note_process, telemetry
         )
@@ -240,8 +248,6 @@ class Supervisor:
             Verb.SCALE: scaling.change,
         }  # fmt: skip
         desk = ControlDesk(self._redis, context.run_id, context.token, actions, telemetry, self._say)
-        held_out = data.encoded_held_out()
-        evaluations = Evaluations(self._config, held_out, self._folder.metrics, crew, telemetry, self._say)
         try:
             async with asyncio.TaskGroup() as group:
                 background = [

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.heavy
 class Crew:
     """Answers with the version that was asked for, or a later one; troubles are raised first, one a call."""
 
-    def __init__(self, held=None, troubles=()):
+    def __init__(self, held=None, troubles=(), rewards=None, failures=None):
         self.asked, self.held, self.troubles = [], held or {}, list(troubles)
+        self.rewards, self.failures = rewards or {"a": [1.0], "b": [0.0]}, failures or {"c": "no answer"}
         self.reached = asyncio.Event()
         self.newest = 0
 
@@ -30,7 +31,7 @@ class Crew:
             await self.reached.wait()
         if self.troubles:
             raise self.troubles.pop(0)
-        return EvaluationResult(self.held.get(min_number, min_number), {"a": [1.0], "b": [0.0]}, {"c": "no answer"}, 2.5)
+        return EvaluationResult(self.held.get(min_number, min_number), self.rewards, self.failures, 2.5)
 
     def publish(self, number):
         self.newest = number
@@ -117,13 +118,61 @@ async def test_versions_that_were_passed_by_are_not_caught_up_with(make):
     assert evaluated(evaluations) == [7]
 
 
-async def test_a_resumed_run_goes_on_behind_what_it_did(make):
+async def test_a_resumed_run_goes_on_behind_what_it_evaluated(make):
     crew = Crew()
-    lines = [{"kind": "evaluation", "step": 0}, {"kind": "step", "step": 5}]
-    evaluations = make(crew, lines, every_steps=2)
-    assert not evaluations.wants_start
-    async with running(evaluations):
+    lines = [{"kind": "evaluation", "step": 4}, {"kind": "step", "step": 5}]
+    async with running(make(crew, lines, every_steps=2)):
         await until(lambda: crew.asked == [6])
+
+
+async def test_a_due_version_that_a_kill_left_out_is_made_good_with_the_first_one_after_the_resume(make):
+    """Killed at step 5 before 4 was evaluated: workers hold 5 when it is asked for."""
+    crew = Crew(held={4: 5})
+    lines = [{"kind": "evaluation", "step": 0}, {"kind": "step", "step": 5}]
+    evaluations = make(crew, lines, every_steps=4)
+    crew.publish(5)
+    async with running(evaluations):
+        await until(lambda: crew.asked == [4, 8])
+    assert evaluated(evaluations) == [5]
+
+
+async def test_evaluations_that_a_resume_takes_back_are_made_again(make):
+    """Evaluated at 4 and 8, restored at 6: 8 is another version now, and 12 is asked for once."""
+    crew = Crew()
+    evaluations = make(crew, [{"kind": "evaluation", "step": step} for step in (4, 8)], every_steps=4)
+    async with running(evaluations):
+        await until(lambda: crew.asked == [12])
+        evaluations.rewind(6)
+        await until(lambda: crew.asked == [12, 8])
+        crew.publish(8)
+        await until(lambda: evaluated(evaluations) == [8])
+        crew.publish(12)
+        await until(lambda: evaluated(evaluations) == [8, 12])
+    assert crew.asked == [12, 8, 16]
+
+
+async def test_the_last_version_is_evaluated_again_if_a_resume_took_its_evaluation_back(make):
+    crew = Crew()
+    evaluations = make(crew, [{"kind": "evaluation", "step": step} for step in (4, 8)])
+    evaluations.rewind(6)
+    crew.publish(8)
+    await asyncio.wait_for(evaluations.finish(8), 5)
+    assert evaluated(evaluations) == [8]
+
+
+async def test_a_trainer_that_comes_back_where_it_was_changes_nothing(make):
+    crew = Crew()
+    evaluations = make(crew, [{"kind": "evaluation", "step": 4}], every_steps=4)
+    async with running(evaluations):
+        await until(lambda: crew.asked == [8])
+        evaluations.rewind(6)
+        crew.publish(8)
+        await until(lambda: crew.asked == [8, 12])
+    assert evaluated(evaluations) == [8]
+
+
+async def test_version_0_is_not_asked_for_once_a_step_was_trained(make):
+    assert not make(Crew(), [{"kind": "step", "step": 1}]).wants_start
 
 
 async def test_before_step_1_version_0_is_evaluated(make):
@@ -163,6 +212,19 @@ async def test_it_stops_the_run_if_that_is_configured(make):
     error = first_error(caught.value)
     assert isinstance(error, RunFailedError)
     assert "out of memory" in str(error)
+
+
+@pytest.mark.parametrize("on_failure", ["go_on", "stop"])
+async def test_an_evaluation_in_which_every_answer_failed_has_failed_and_has_no_accuracy(make, on_failure):
+    failures = {"eval-a-000": "the judge is away", "eval-b-000": "the judge sleeps"}
+    crew = Crew(rewards={"a": [], "b": []}, failures=failures)
+    evaluations = make(crew, on_failure=on_failure)
+    crew.publish(4)
+    text = "evaluation failed: all 2 answers of version 4 failed; the first: the judge is away"
+    with pytest.raises(RunFailedError, match=text) if on_failure == "stop" else contextlib.nullcontext():
+        await evaluations.finish(4)
+    assert [(kind, fields) for kind, _, fields in evaluations.telemetry.events] == [("notice", {"text": text})]
+    assert evaluations.said == [text]
 
 
 async def test_without_held_out_prompts_or_an_interval_nothing_is_asked(make):

@@ -360,8 +360,11 @@ class Machine(RuleBasedStateMachine):
         self.checkpoint = Checkpoint(self.published, frontier, self.counts["trained"], {p for p, _ in untrained})
 
     @precondition(lambda self: self.published > self.checkpoint.number)
-    @rule()
-    def restore(self):
+    @rule(deleted=st.sampled_from(["", "", "headers", "outstanding", "leases", "unowned"]))
+    def restore(self, deleted):
+        """A new lineage at the checkpoint; perhaps somebody deleted a key before."""
+        if deleted:
+            self.call(self.store.client.delete(self.store.key(deleted)))
         saved = self.checkpoint
         frontier_cursor = saved.frontier.cursor if saved.frontier else 0
         self.lineage += 1
@@ -373,6 +376,7 @@ class Machine(RuleBasedStateMachine):
             if group.state != "in_flight"
             and group.newest <= saved.number
             and (group.prompt >= frontier_cursor or group.prompt in saved.untrained)
+            and deleted != "headers"
         }
         assert (report.kept, report.orphaned) == (len(kept), len(self.groups) - len(kept))
         untrained = saved.untrained | set(range(frontier_cursor, self.cursor))

@@ -168,3 +168,31 @@ async def test_a_server_that_is_replaced_between_a_grant_and_its_prompts_grants_
     monkeypatch.setattr(run.store, "run", grant_then_lose_all)
     claim = await run.claim("0.0", groups=2)
     assert (claim.groups, claim.refused) == ((), "not_ready")
+
+
+@pytest.mark.parametrize(("key", "num_kept"), [("headers", 0), ("outstanding", 2)])
+async def test_groups_whose_key_is_deleted_close_the_run_until_it_is_restored_without_them(make_run, key, num_kept):
+    """Two groups trained, two ready, one whose lease has ended, one given back; then somebody deletes a key of the run."""
+    run = await make_run(**SETTINGS)
+    await run.ready("0.0", groups=4)
+    frontier = await take_frontier(run, 1)
+    await run.buffer.publish(0, 1, trained=True)
+    await run.buffer.ack(0, 1)
+    await run.claim("0.1", groups=2, lease_seconds=0.0)
+    await run.pool.give_back("w", ["00000005"])
+    await run.store.client.delete(run.store.key(key))
+    assert not (await run.buffer.peek()).is_open
+    assert (await run.claim("0.1")).refused == "not_ready"
+    for request in (run.buffer.take(0, 2, ["00000002"]), run.buffer.publish(0, 2), run.buffer.frontier()):
+        with pytest.raises(ExperienceError, match="restored"):
+            await request
+    report = await run.buffer.restore(1, 1, frontier)
+    assert (report.kept, report.reissued, report.lost) == (num_kept, 4 - num_kept, 0)
+    snapshot = await run.buffer.peek()
+    assert (len(snapshot.headers), snapshot.counters.buffered, snapshot.counters.running) == (num_kept, num_kept, 0)
+    assert snapshot.counters.is_balanced
+    assert snapshot.reserved_bytes == sum(header.num_bytes for header in snapshot.headers)
+    left = [key async for key in run.store.client.scan_iter(match=run.store.key("members:*"))]
+    assert len(left) == num_kept
+    assert sorted(await remaining_prompts(run, 1, 1)) == list(range(2 + num_kept, 12))
+    assert (await run.buffer.counters()).trained == 12

@@ -61,3 +61,17 @@ def test_training_is_the_same_with_evaluations_and_without(start, tmp_path):
     laminar("export", evaluated.folder.path, tmp_path / "exported")
     exported = json.loads(laminar("eval", tmp_path / "exported", "-c", evaluated.folder.config, "--json"))
     assert exported["mean"] == again["mean"]
+
+
+def test_evaluations_that_a_resume_takes_back_are_made_again(start):
+    """Killed once version 6 was evaluated; the spool is lost from step 6 on, so the run goes on from step 5."""
+    run = start(*ON_POLICY, "run.max_steps=10", "checkpoint.every_steps=5", "eval.every_steps=2")
+    run.wait_until(lambda: any(line["step"] == 6 for line in run.lines("evaluation")), "the evaluation of 6", 240)
+    run.process.kill()
+    run.process.wait()
+    run.wait_until_gone()
+    (run.folder.checkpoints / "replay" / "step_000006").unlink()
+    resumed = start(resume=run.folder.path)
+    assert resumed.wait(240) == 0, resumed.text()
+    assert "opens at step 5" in resumed.text()
+    assert [line["step"] for line in resumed.lines("evaluation")] == [0, 2, 4, 6, 8, 10]

@@ -61,6 +61,18 @@ def test_a_killed_redis_is_restarted_and_the_run_ends_with_balanced_counters(sta
     assert_exactly_once(run, 24)
 
 
+@pytest.mark.parametrize("key", ["headers", "outstanding"])
+def test_a_living_run_whose_groups_somebody_deletes_plays_them_again(start, key):
+    run = start("run.max_steps=16", *STEADY)
+    run.wait_for_step(6)
+    with redis.Redis.from_url(run.folder.read_state().redis_url) as client:
+        assert client.delete(f"laminar:{run.folder.path.name}:{key}") == 1
+    assert run.wait(240) == 0, run.text()
+    assert "lineage 1 opens" in run.text()
+    assert ", 0 lost" in run.text()
+    assert_exactly_once(run, 16)
+
+
 def test_resume_onto_an_empty_redis_replays_the_spool_and_reports_nothing_lost(start):
     run = start("run.max_steps=30", *STEADY)
     run.wait_for_step(8)

@@ -43,9 +43,10 @@ def test_all_right_does_not_claim_certainty():
     assert (half.low, half.high) == pytest.approx((0.2993, 0.7007), abs=1e-4)
 
 
-def test_one_prompt_has_no_interval_and_none_no_figure():
+def test_one_prompt_has_no_interval_and_none_no_mean():
     assert (estimate([0.3]).low, estimate([0.3]).high) == (None, None)
-    assert estimate([]).num_prompts == 0
+    with pytest.raises(ValueError, match="no prompts"):
+        estimate([])
 
 
 def test_a_report_weighs_prompts_alike_and_leaves_failed_samples_out():

@@ -30,8 +30,9 @@ local function this_life()
   return 'life:' .. string.match(call('INFO', 'server'), '\nrun_id:(%x+)')
 end
 
+-- Nor does it stay open once its groups and their headers disagree: somebody, or an evicting server, has deleted a key.
 local function is_open()
-  return run.opened == this_life()
+  return run.opened == this_life() and call('ZCARD', OUTSTANDING) == call('HLEN', HEADERS)
 end
 
 local function fail(text)
@@ -43,7 +44,9 @@ local function fenced(what)
   if args.lineage ~= run.lineage then
     return fail(what .. ' belongs to lineage ' .. args.lineage .. ', the run is in lineage ' .. (run.lineage or 'none'))
   end
-  if not is_open() then return fail(what .. ' waits: the server was restarted, and the trainer has not restored the run') end
+  if not is_open() then
+    return fail(what .. ' waits: the server was restarted, or lost groups, and the trainer has not restored the run')
+  end
 end
 
 -- Answers of requests that must not take effect twice are kept, and given again.
@@ -280,7 +283,7 @@ local function reap(ahead_ms)
     for _, id in ipairs(ids) do
       local header = load(id)
       call('ZREM', LEASES, id)
-      if header.attempt >= run.max_attempts then
+      if header and header.attempt >= run.max_attempts then
         local missing = header.size - header.done
         count('running', -missing)
         count('failed', missing)
@@ -289,7 +292,7 @@ local function reap(ahead_ms)
         header.done = header.size
         reserve(header, header.bytes)
         complete(header)
-      else
+      elseif header then
         header.last, header.owner, header.expired = header.owner, '', true
         save(header)
         call('ZADD', UNOWNED, header.admission, id)

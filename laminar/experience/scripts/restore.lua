@@ -23,42 +23,62 @@ local function is_untrained(header)
   return is_beyond or is_pending[header.epoch .. '.' .. header.position]
 end
 
+-- Answers the kept headers by id, their places, and the report.
 local function keep_or_orphan()
-  local kept, kept_ids, report = {}, {}, { kept = 0, orphaned = 0, reissued = 0 }
+  local kept, kept_places, report = {}, {}, { kept = 0, orphaned = 0, reissued = 0 }
   for _, packed in ipairs(call('HVALS', HEADERS)) do
     local header = unpack_value(packed)
     if header.state ~= 'in_flight' and header.newest <= args.number and is_untrained(header) then
       if header.state == 'taken' then
         header.state, header.step = 'ready', nil
         save(header)
-        count('taken', -header.good)
-        count('buffered', header.good)
       end
-      kept[header.epoch .. '.' .. header.position] = true
-      kept_ids[header.id] = true
+      kept[header.id] = header
+      kept_places[header.epoch .. '.' .. header.position] = true
       report.kept = report.kept + 1
     else
       leave(header, 'evicted', 'orphaned')
       report.orphaned = report.orphaned + 1
     end
   end
-  return kept, kept_ids, report
+  return kept, kept_places, report
 end
 
-local function free_trained_steps(kept_ids)
+local function free_trained_steps(kept)
   local flat = call('HGETALL', STEPS)
   for i = 2, #flat, 2 do
     for _, id in ipairs(unpack_value(flat[i])) do
-      if not kept_ids[id] then set('reserved', run.reserved - drop_payloads(id)) end
+      if not kept[id] then drop_payloads(id) end
     end
   end
   call('DEL', STEPS, HELD)
 end
 
+-- What follows from the headers is made anew: a key that somebody deleted must not leave slots or bytes taken for good.
+local function follow_headers(kept, report)
+  for _, id in ipairs(call('ZRANGE', OUTSTANDING, 0, -1)) do
+    if not kept[id] then -- its header is lost
+      drop_payloads(id)
+      call('UNLINK', prefix .. 'partials:' .. id)
+      touch(id)
+      event('evicted', id, 'orphaned')
+      report.orphaned = report.orphaned + 1
+    end
+  end
+  call('DEL', OUTSTANDING, LEASES, UNOWNED)
+  local buffered, reserved = 0, 0
+  for id, header in pairs(kept) do
+    call('ZADD', OUTSTANDING, header.admission, id)
+    buffered, reserved = buffered + header.good, reserved + header.reserved
+  end
+  set('reserved', reserved)
+  return buffered
+end
+
 -- Prompts before the frontier that wait, then those between the frontier and the live cursor, without the kept ones.
-local function issue_again(kept, report)
+local function issue_again(kept_places, report)
   local function issue(epoch, position, reissues)
-    if not kept[epoch .. '.' .. position] then
+    if not kept_places[epoch .. '.' .. position] then
       call('RPUSH', REISSUE, pack({ epoch, position, reissues }))
       report.reissued = report.reissued + 1
     end
@@ -106,12 +126,11 @@ local function count_lost(live_epoch, live_cursor)
 end
 
 -- The trained ones are the frontier's. What was admitted and is in no other bucket was orphaned.
-local function settle_counters()
+local function settle_counters(buffered)
   local then_counted, live = {}, {}
   for i = 1, #frontier.counters, 2 do
     then_counted[frontier.counters[i]] = tonumber(frontier.counters[i + 1])
   end
-  local buffered = tonumber(call('HGET', COUNTERS, 'buffered') or 0)
   if run.next_admission < frontier.next_admission then
     call('DEL', COUNTERS)
     for name, number in pairs(then_counted) do
@@ -128,12 +147,13 @@ local function settle_counters()
   count('evicted:orphaned', orphaned)
 end
 
-local kept, kept_ids, report = keep_or_orphan()
-free_trained_steps(kept_ids)
+local kept, kept_places, report = keep_or_orphan()
+free_trained_steps(kept)
+local buffered = follow_headers(kept, report)
 local live_epoch, live_cursor = run.epoch, run.cursor
-issue_again(kept, report)
+issue_again(kept_places, report)
 report.lost = count_lost(live_epoch, live_cursor)
-settle_counters()
+settle_counters(buffered)
 set('lineage', args.lineage)
 set('published', args.number)
 set('restored', args.number)
