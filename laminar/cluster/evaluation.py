@@ -41,16 +41,16 @@ class Evaluations:
         self._patience_seconds = config.run.no_progress_seconds
         self._crew, self._telemetry, self._say = crew, telemetry, say
         self._evaluated: set[int] = set()
-        has_trained = False
+        self._trained = 0
         for line in iterate_lines(metrics):
-            has_trained |= line["kind"] == "step"
+            self._trained = max(self._trained, int(line["step"]))
             if line["kind"] == "evaluation":
                 self._evaluated.add(int(line["step"]))
         self._reached = max(self._evaluated, default=0)
         """What is due comes after this version."""
         self._pending: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
-        self.wants_start = bool(held_out) and config.eval.at_start and not self._evaluated and not has_trained
+        self.wants_start = bool(held_out) and config.eval.at_start and not self._evaluated and not self._trained
         self.wants_end = bool(held_out) and config.eval.at_end
 
     async def evaluate_start(self) -> None:
@@ -75,6 +75,7 @@ class Evaluations:
 
     def rewind(self, step: int) -> None:
         """The trainer stands at this step again: later versions are made anew, and are evaluated again when they are due."""
+        self._trained = min(self._trained, step)
         self._evaluated = {number for number in self._evaluated if number <= step}
         if self._reached > step:
             self._reached = max(self._evaluated, default=0)
@@ -88,7 +89,10 @@ class Evaluations:
             await self._evaluate(step, self._config.timeout_seconds)
 
     async def _evaluate_due(self, number: int) -> None:
-        """Evaluate a version that is yet to come; workers may die, and the run may pause, before it is there."""
+        """Evaluate a version that is yet to come; workers may die, and the run may pause, before it is there.
+
+        Whatever became of it, it stands for all that earlier lives have left out.
+        """
         while True:
             try:
                 await self._evaluate(number, self._patience_seconds, is_due_later=True)
@@ -96,7 +100,7 @@ class Evaluations:
             except (RoleDiedError, DeadlineError):  # its worker died, or the version did not come yet
                 await asyncio.sleep(RETRY_SECONDS)
         del self._pending[number]
-        self._reached = max(self._reached, number, *self._evaluated)
+        self._reached = max(self._reached, number, self._trained, *self._evaluated)
         self._changed.set()
 
     async def _evaluate(self, min_number: int, wait_seconds: float, *, is_due_later: bool = False) -> None:

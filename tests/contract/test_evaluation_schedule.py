@@ -151,6 +151,16 @@ async def test_evaluations_that_a_resume_takes_back_are_made_again(make):
     assert crew.asked == [12, 8, 16]
 
 
+async def test_what_earlier_lives_left_out_is_tried_once_even_if_that_fails(make):
+    crew = Crew(troubles=[EngineError("no")])
+    evaluations = make(crew, [{"kind": "step", "step": 100}], every_steps=10)
+    async with running(evaluations):
+        crew.publish(100)
+        await until(lambda: evaluations.said)
+        await until(lambda: len(crew.asked) == 2)
+        assert crew.asked == [10, 110]
+
+
 async def test_the_last_version_is_evaluated_again_if_a_resume_took_its_evaluation_back(make):
     crew = Crew()
     evaluations = make(crew, [{"kind": "evaluation", "step": step} for step in (4, 8)])
