@@ -135,14 +135,14 @@ class Conversations:
         history = (_key({"tools": list(tools)}), *map(_message_key, messages))
         line, begun = self._find(history, [set(), *others])
         known, history = len(begun), begun + history[len(begun) :]
-        dialogue, transcript = copy.copy(line.dialogue), line.transcript.copy()
+        dialogue, transcript, counts = copy.copy(line.dialogue), line.transcript.copy(), self.counts.copy()
         try:
             reply = await self._answer(line, messages, tools, known, max_new_tokens, stop)
         except (BadCallError, SpentError):  # nothing was shown; another call may go on there
-            line.history, line.dialogue = history[:known] or None, dialogue
+            line.history, line.dialogue, self.counts = history[:known] or None, dialogue, counts
             raise
         except asyncio.CancelledError:  # the agent gave up on it, and may ask the same again
-            line.history, line.dialogue = history[:known] or None, dialogue
+            line.history, line.dialogue, self.counts = history[:known] or None, dialogue, counts
             self._take_back(line, transcript)
             raise
         line.history = (*history, _message_key({"role": "assistant", "content": reply.text}))

@@ -325,19 +325,22 @@ class BatchSource:
 def describe_useless(num_filtered: int, num_cut: int, num_failed: int, failures: Counter[str]) -> str:
     """A sentence that says what was wrong with groups, failed ones apart from uninformative ones, and what to do.
 
-    In `num_cut` of the uninformative ones the length limit ended every answer.
+    In `num_cut` of the uninformative ones a length limit ended every answer.
     """
     parts = []
     if num_failed:
         kinds = ", ".join(f"{kind}: {count}" for kind, count in failures.most_common())
         parts.append(f"{num_failed} failed (trajectories by kind: {kinds}); read the workers' logs for the first error")
-    if num_filtered:
+    if num_filtered > num_cut:
         parts.append(
-            f"{num_filtered} were uninformative: the task is too easy, too hard or broken; look at the rewards, or set "
-            "trainer.algorithm.options.filter_zero_variance = false"
+            f"{num_filtered - num_cut} were uninformative: the task is too easy, too hard or broken; look at the rewards, or "
+            "set trainer.algorithm.options.filter_zero_variance = false"
         )
     if num_cut:
-        parts.append(f"in {num_cut} of these every answer was cut at the length limit; raise rollout.max_new_tokens")
+        parts.append(
+            f"in {num_cut} every answer was cut at a length limit; raise rollout.max_new_tokens, and "
+            "environment.max_trajectory_tokens if that is set"
+        )
     return "; ".join(parts)
 
 

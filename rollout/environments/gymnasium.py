@@ -42,9 +42,11 @@ class Gymnasium:
                 import gymnasium
             except ImportError as error:
                 raise ValueError(f"{error}; `pip install laminar-rl[environments]`") from error
+            versions = re.compile(rf"{re.escape(name)}-v\d+")
+            if ":" in name or any(map(versions.fullmatch, gymnasium.registry)):
+                return name  # a module registers it, which only an episode imports; or its newest version is meant
             try:
-                if ":" not in name:  # else a module registers it, which only an episode imports
-                    gymnasium.spec(name)
+                gymnasium.spec(name)
             except gymnasium.error.Error as error:
                 raise ValueError(str(error)) from error
             return name

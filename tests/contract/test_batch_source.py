@@ -252,7 +252,9 @@ async def test_answers_that_are_all_cut_are_named_as_the_reason_with_the_setting
         return dataclasses.replace(trajectory_maker.play(*args, **settings), finish_reason=FinishReason.LENGTH)
 
     async def consume():
-        with pytest.raises(RunFailedError, match=r"in (\d+) of these every answer was cut .* raise rollout.max_new_tokens"):
+        with pytest.raises(
+            RunFailedError, match=r"gave no batch: in \d+ every answer was cut .* raise rollout.max_new_tokens"
+        ):
             await source.next_batch(0, 1, lambda: False)
         state["done"] = True
 

@@ -420,6 +420,13 @@ def test_a_game_that_its_package_does_not_know_is_refused(folder):
     assert "`environment.options.id` is 'FrozenLake-v99'" in text
 
 
+@pytest.mark.parametrize("name", ["FrozenLake-v1", "FrozenLake", "my_games:Anything-v0"])
+def test_a_game_that_its_package_would_make_is_right(folder, name):
+    """A name without a version is its newest; what a module of the user's registers is known to nobody yet."""
+    options = f'{{ id = "{name}", actions = ["left", "down", "right", "up"] }}'
+    assert warnings(folder, f'environment = {{ kind = "gymnasium", options = {options} }}', "") == []
+
+
 def test_two_servers_of_tools_are_no_fault_before_they_are_asked(folder):
     tools = '{ kind = "mcp", options = { url = "http://a" } }, { kind = "mcp", options = { url = "http://b" } }'
     assert warnings(folder, f'environment = {{ kind = "tools", options = {{ tools = [{tools}] }} }}') == []

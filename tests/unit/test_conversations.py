@@ -190,6 +190,29 @@ async def test_a_call_that_was_given_up_and_is_made_again_goes_on_in_the_same_ch
     assert calls.counts == {}
 
 
+class ForgetfulTokenizer(CodePointTokenizer):
+    """Shows earlier replies as a dash, so every later call rewrites its history."""
+
+    def render(self, messages, *arguments, **settings):
+        last = max(place for place, message in enumerate(messages) if message["role"] == "user")
+        shown = [
+            {**message, "content": "-"} if message["role"] == "assistant" and place < last else message
+            for place, message in enumerate(messages)
+        ]
+        return super().render(shown, *arguments, **settings)
+
+
+async def test_a_call_that_was_given_up_counts_no_rewritten_context(monkeypatch):
+    engine = ScriptedEngine(["A", "B"])
+    calls = Conversations(engine, ForgetfulTokenizer(), SamplingParameters(1.0, 1000, 7))
+    first = await calls.chat([user("1")])
+    history = [user("1"), said(first.text), user("2")]
+    for _ in range(2):
+        await abandon(calls.chat(history), engine, monkeypatch)
+    await calls.chat(history)
+    assert calls.counts == {"rewritten_contexts": 1}
+
+
 async def test_raw_text_that_was_given_up_and_is_asked_again_goes_on_in_the_same_chain(monkeypatch):
     calls, engine = conversations("A", "B")
     first = await calls.complete("1")
