@@ -333,8 +333,8 @@ def describe_useless(num_filtered: int, num_cut: int, num_failed: int, failures:
         parts.append(f"{num_failed} failed (trajectories by kind: {kinds}); read the workers' logs for the first error")
     if num_filtered > num_cut:
         parts.append(
-            f"{num_filtered - num_cut} were uninformative: the task is too easy, too hard or broken; look at the rewards, or "
-            "set trainer.algorithm.options.filter_zero_variance = false"
+            f"{num_filtered - num_cut} were uninformative: the task is too easy, too hard or broken; look at the rewards, "
+            "or set trainer.algorithm.options.filter_zero_variance = false"
         )
     if num_cut:
         parts.append(
