@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,13 @@ class ProcessPool:
         """
         with self._places:
             worker = self._take()
-            try:
-                outcome = worker.call(arguments, self._seconds)
-            except BaseException as error:
-                worker.end()
-                if isinstance(error, _NoAnswerError):
+            with ExitStack() as unless_answered:
+                unless_answered.callback(worker.end)
+                try:
+                    outcome = worker.call(arguments, self._seconds)
+                except _NoAnswerError as error:
                     raise EpisodeError(FailureKind.VERIFIER, f"{self._function} {error}") from None
-                raise
+                unless_answered.pop_all()
             with self._lock:
                 self._free.append(worker)
         if "error" in outcome:
@@ -106,11 +107,10 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for the run to handle
         )
         self.pid = self._process.pid
-        try:
+        with ExitStack() as unless_started:
+            unless_started.callback(self.end)
             self._read(time.monotonic() + START_SECONDS)
-        except BaseException:
-            self.end()
-            raise
+            unless_started.pop_all()
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
