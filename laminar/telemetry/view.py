@@ -246,5 +246,7 @@ class RunView:
         if len(self.left) < 2:
             return None
         (began, before), (ended, now) = self.left[0], self.left[-1]
+        if ended <= began:  # a clock that was set back, or does not tell them apart
+            return None
         paces = {name: (before[name] - amount) / (ended - began) for name, amount in now.items() if name in before}
         return min((max(0.0, now[name]) / pace for name, pace in paces.items() if pace > 0), default=None)

@@ -74,6 +74,17 @@ def test_lines_tell_an_even_pace_of_generation_where_steps_are_shorter_than_repo
     assert f"generated {paces[-1]:.0f} tok/s" in step_line(view)
 
 
+@pytest.mark.parametrize("second", [101.0, 99.0], ids=["no time between", "a clock set back"])
+def test_steps_that_no_time_lies_between_tell_no_time_left(second):
+    view = RunView(max_steps=3)
+    for step, time in ((1, 101.0), (2, second)):
+        event = step_event(step, 10, 1.0, time)
+        event.fields["left"] = {"run.max_steps": 3.0 - step}
+        metrics = view.apply(event)
+    assert view.seconds_left() is None
+    assert "time/left_seconds" not in metrics
+
+
 def test_before_a_step_no_pace_is_known():
     assert RunView(max_steps=3).generated_per_second() is None
     assert "generated - tok/s" in step_line(RunView(max_steps=3))
